@@ -27,7 +27,7 @@ def load(path: str | Path) -> Pipeline:
             hint="name a .py or .toml file that you can read",
         ) from None
     if path.suffix == ".toml":
-        # Imported here, because it imports the parser. With a Python pipeline, only children do.
+        # Imported here, because it imports the parser, which a Python pipeline does not need here.
         from penstock.authoring.toml import compile_toml
 
         pipeline = compile_toml(source, str(path))

@@ -1,6 +1,4 @@
-"""What an extractor reads: one fetched page, parsed on first use. Who runs the extractor is not
-known here.
-"""
+"""Page: the argument of an extractor. One fetched page, parsed on first use."""
 
 from __future__ import annotations
 
@@ -22,10 +20,10 @@ _decode_event = msgspec.json.Decoder(Event).decode
 
 
 class Page:
-    """The raw response, and what an extractor reads from it. `css`, `xpath`, `json` parse on first
-    use.
+    """A raw response, with methods to read it.
 
-    `Page.from_file("saved.html", url="https://…")` is all a unit test of an extractor needs.
+    The body is parsed when `css`, `xpath` or `jsonld` is first used. `json` decodes it at each
+    call. A unit test of an extractor only needs `Page.from_file("saved.html", url="https://…")`.
     """
 
     def __init__(
@@ -39,7 +37,7 @@ class Page:
         self.requested_url = requested_url or url
         self.followed: set[str] = (
             set()
-        )  # what follow() gave: canonical already, so nobody works that out twice
+        )  # URLs from follow(). They are canonical and are not joined again.
 
     def __repr__(self) -> str:
         return f"<Page {self.status} {self.url} {len(self.body)} bytes>"
@@ -55,8 +53,9 @@ class Page:
         event: Event | bytes | None,
         requested_url: str,
     ) -> Page:
-        """As it came off the wire: header names are lower case already, and an event that travelled
-        as JSON is read when somebody asks for it.
+        """Make a page from a fetched response. Header names must be in lower case.
+
+        An event as JSON bytes is decoded when `event` is first read.
         """
         page = cls(url, body, status=status, fetched_at=fetched_at, requested_url=requested_url)
         page.headers, page._event = dict(headers), event
@@ -66,7 +65,7 @@ class Page:
     def event(self) -> Event | None:
         if type(self._event) is bytes:
             self._event = _decode_event(self._event)
-        return self._event  # type: ignore[return-value]  # bytes are gone by now
+        return self._event  # type: ignore[return-value]  # bytes were decoded above
 
     @classmethod
     def from_file(
@@ -84,15 +83,16 @@ class Page:
     def _document(self) -> Selector:
         if self._parsed is None:
             from penstock.authoring.selectors import (
-                parse,  # here: the parser is heavy, and most processes never parse
+                parse,  # imported here: the parser is large, and most processes never parse
             )
 
             self._parsed = parse(self.body, self.headers.get("content-type"))
         return self._parsed
 
     def forget(self) -> None:
-        """Let go of the parsed document. The next page's is made where this one was, while that
-        memory is still in the processor's cache.
+        """Drop the parsed document.
+
+        The next page then reuses its memory, while that is still in the processor's cache.
         """
         self._parsed = None
 
@@ -112,7 +112,10 @@ class Page:
         return msgspec.json.decode(self.body)
 
     def jsonld(self) -> list[dict[str, Any]]:
-        """Every JSON-LD object of the page, `@graph` flattened; a broken block is left out."""
+        """Return all JSON-LD objects of the page, with `@graph` flattened.
+
+        An invalid block is ignored.
+        """
         from penstock.authoring.selectors import jsonld
 
         return jsonld(self._document)
@@ -134,8 +137,10 @@ class Page:
         route: Route | None = None,
         window: float | None = None,
     ) -> Iterator[Follow]:
-        """A CSS selector (elements with href, or `::attr(...)`), or URLs. What is no http(s) URL is
-        left out.
+        """Yield a Follow for each link, once.
+
+        `links` is a CSS selector (of elements with href, or with `::attr(...)`), or URLs. Other
+        URLs than http(s) are ignored.
         """
         from penstock.authoring.selectors import links_of
 

@@ -1,6 +1,6 @@
-"""API of users: Pipeline, its declarations, and the loader of pipeline files.
+"""API of users: Pipeline and its declarations. It runs no extractor and opens no connection.
 
-It runs no extractor and opens no connection.
+See `load` for the loader of pipeline files.
 """
 
 from __future__ import annotations
@@ -451,7 +451,7 @@ def _connect(given: Any, url: str, where: str) -> dict[str, Any] | None:
 
 
 def _source_name(url: str) -> str:
-    """Make a name from the URL's scheme and path, never from user, password or query."""
+    """Make a name from the URL's scheme, host and path, never from user, password or query."""
     scheme, _, rest = url.partition(":")
     place = re.sub(r"^//([^/@]*@)?", "", rest).partition("?")[0].partition("#")[0]
     if scheme == "webhook":

@@ -1,6 +1,6 @@
 """Parsed prefix of a page, and the queries that it can answer like the whole page.
 
-`selecting` decides when to try it.
+`selectors` decides when to try it.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Beginning:
 def beginning(body: bytes, encoding: str | None, size: int) -> Beginning | None:
     """Parse the first `size` bytes of a page.
 
-    Return None if the prefix is more than half of the page, if the page is not declared as UTF-8,
+    Return None if the prefix is more than half of the page, if its header does not declare UTF-8,
     or if a later `<html>`, `<body>` or `<frameset>` tag could change the prefix.
     """
     if (

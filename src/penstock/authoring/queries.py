@@ -1,6 +1,6 @@
 """Selector strings: CSS with `::text` and `::attr()`, and XPath, compiled once, run by turbohtml.
 
-See `selecting` for the API of users.
+See `selectors` for the API of users.
 """
 
 from __future__ import annotations

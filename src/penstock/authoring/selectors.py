@@ -182,8 +182,8 @@ class SelectorList:
 
 # -- documents -------------------------------------------------------------------------------------
 
-# The prefix shrinks by this fraction with each page, so that after about 44 pages half of the size
-# that was needed is tried.
+# The prefix shrinks by 1/64 with each page. So after about 44 pages, half of the size that was
+# needed is tried.
 FORGETTING = 64
 _CHARSET = re.compile(r"""charset\s*=\s*["']?([^\s"';,]+)""", re.IGNORECASE)
 
@@ -354,8 +354,8 @@ class LinkingPage(Protocol):
 def links_of(page: LinkingPage, links: str | Iterable[Any]) -> Iterator[str]:
     """Yield absolute canonical http(s) URLs, each once, in order.
 
-    `links` is a CSS selector, or a list of URLs or selectors. References into the page itself
-    (`#top`, an empty href) and other URLs are ignored.
+    `links` is a CSS selector, a URL, several URLs, or a result of `page.css`. References into the
+    page itself (`#top`, an empty href) and other URLs than http(s) are ignored.
     """
     if isinstance(links, str):
         # A CSS selector never begins like a URL.

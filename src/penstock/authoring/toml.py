@@ -23,7 +23,8 @@ from penstock.errors import ConfigError
 from penstock.model import ErrorClass, Failure, Follow
 
 MAX_PATTERN = 500  # characters
-# Characters that a regex searches. So a slow pattern uses at most the time limit of one page.
+# Characters of a value that a regex searches, so that a slow pattern never searches megabytes. The
+# time limit of the page ends a pattern that is still too slow.
 MAX_SEARCHED = 100_000
 
 _SECTIONS = ("pipeline", "extract", "sink", "source")

@@ -59,7 +59,8 @@ class ChildExit:
     detail: str = ""  # traceback
     page_index: int | None = None  # the page of the request that was in progress, if known
     zygote_lost: bool = False  # the zygote failed, and this child was lost with it
-    internal: bool = False  # no child could be started, or the sandbox was closed
+    # No child could be started, or the sandbox was closed. The pages are not the cause.
+    internal: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +192,7 @@ class ChildProcess:
             self._loop.remove_writer(self._w)
 
     def _readable(self) -> bool:
-        """Read and parse data. Return False if no data is available."""
+        """Read and parse data. Return False at end-of-file, or if no data is available."""
         try:
             data = os.read(self._r, _READ_BYTES)
         except BlockingIOError:

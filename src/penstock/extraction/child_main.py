@@ -1,6 +1,6 @@
 """Work of a sandboxed child: reads groups of pages or changes, runs user code, sends the results.
 
-See `sandbox_child` for the process that forks and reaps it.
+See `zygote_main` for the process that forks and reaps it.
 """
 
 from __future__ import annotations
@@ -111,9 +111,11 @@ class Child:
                 self._finish([], token, 0, ResultFlag.MEMORY)
 
     def _answer(self, results: Iterator[bytes], token: int, *, immediately: bool) -> None:
-        """Send results in few messages: fast pages together, and none later than 20 ms.
+        """Send results in few messages.
 
-        With `immediately`, each result is sent alone.
+        After each page, the collected results are sent if they have at least `FLUSH_BYTES`, or if
+        20 ms (`FLUSH_SECONDS`) have passed since the last message. With `immediately`, each result
+        is sent alone.
         """
         parts: list[bytes] = []
         first, size, flushed = 0, 0, time.monotonic()
@@ -177,7 +179,7 @@ class Child:
         wire.PROGRESS.pack_into(self._progress, self._at, index, time.monotonic())
 
     def _must_retire(self) -> bool:
-        """Return True if this child should be replaced: many pages, much memory or descriptors."""
+        """Return True if this child must be replaced: many pages, much memory, many descriptors."""
         if self._handled >= self._settings.retire_pages:
             return True
         try:

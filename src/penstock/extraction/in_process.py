@@ -48,7 +48,8 @@ def _text(e: BaseException) -> str:
 def run_page(pipeline: Pipeline, page: Page, max_output: int = extracting.MAX_OUTPUT) -> Extracted:
     """Extract one page. Return any exception of user code as the page's error.
 
-    `MemoryError` and `SystemExit` are raised. They concern the process, so the caller decides.
+    A `MemoryError` or `SystemExit` that `run` does not handle is raised. It concerns the process,
+    so the caller decides.
     """
     try:
         return extracting.run(pipeline, page, max_output=max_output)

@@ -77,7 +77,7 @@ class PageHead(msgspec.Struct, array_like=True):
     headers: dict[str, str]
     fetched_at: float
     size: int
-    event: bytes  # JSON, as in the envelope: msgpack cannot encode integers of any size
+    event: bytes  # JSON, as in the envelope: msgpack cannot encode integers beyond 64 bits
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -155,15 +155,15 @@ ANSWER = struct.Struct("<IQIIBxxx")
 # msgpack array32. Results are encoded one by one, so that the size of each can be checked.
 ARRAY32 = struct.Struct(">BI")
 ENVELOPE = 1 << 20  # bytes that names, keys and hashes may add to a page's output
-# Results of fast pages are sent in one message. Results of slow pages are sent after 20 ms, so a
-# crash loses at most 20 ms of work.
+# Results of fast pages are collected and sent in one message, for at most 20 ms. So a crash loses
+# at most 20 ms of finished work.
 FLUSH_BYTES, FLUSH_SECONDS = 256 << 10, 0.02
 
 
 class ResultFlag(enum.IntEnum):
     MORE = 0
     DONE = 1
-    RETIRE = 2  # done, and this child exits now: it has handled many pages or uses much memory
+    RETIRE = 2  # done, and this child exits now: many pages, much memory or many descriptors
     MEMORY = 3  # the page after the last result ran out of memory, and this child exits now
     OUTPUT = 4  # the output of that page is too large, and this child exits now
 

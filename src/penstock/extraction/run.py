@@ -1,6 +1,6 @@
 """Runs the user's extractors on one page, and makes records and links of the values they yield.
 
-Child processes and time limits are handled in `stages.sandbox`.
+Child processes and time limits are handled in `sandbox`.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class _InvalidRecord(Exception):
 def run(pipeline: Pipeline, page: Page, *, max_output: int = MAX_OUTPUT) -> Extracted:
     """Run every extractor that matches the page.
 
-    Never raises for an error or a wrong value of user code. The result then has the error and no
-    records of this page.
+    An Exception, SystemExit or wrong value of user code is not raised. The result then has the
+    error, and neither records nor links of this page.
     """
     extractors = pipeline.matching(page.url, page.requested_url)
     out = Extracted(matched=bool(extractors))
@@ -231,9 +231,10 @@ def _as_dict(value: Any) -> dict[Any, Any] | None:
 
 
 def _clean(value: Any, where: str) -> Any:
-    """Return a value that JSON can hold. Raise _Refused with the path of a value that it cannot.
+    """Return a value that JSON can hold. Raise _InvalidRecord for others.
 
-    Sets are sorted, because their order differs between processes.
+    The message of the exception has the path of the value. Sets are sorted, because their order
+    differs between processes.
     """
     kind = type(value)
     if kind in _PLAIN:

@@ -1,6 +1,6 @@
 """Extraction in child processes: runs requests, repeats pages after a crash, finds poison pages.
 
-Processes and pipes are handled in `sandbox_process` and `sandbox_zygote`.
+Processes and pipes are handled in `child` and `zygote`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Handle of the zygote process: starts it, sends commands, receives notices, closes it.
 
-See `sandbox_process` for the requests to a child.
+See `child` for the requests to a child.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from penstock.extraction.child import ZYGOTE_TIMEOUT, ChildProcess, Limits, memo
 from penstock.extraction.protocol import Command
 
 _MAX_CHILDREN = 1024  # children that exist at the same time, including those being killed
-_ENV_TAG = "_PENSTOCK_SANDBOX"  # environment variable of all processes that a zygote has started
+# Environment variable of a zygote, which all processes inherit that it or its children start.
+_ENV_TAG = "_PENSTOCK_SANDBOX"
 
 
 class ZygoteProcess:
@@ -203,9 +204,10 @@ class ZygoteProcess:
             self._free_progress.append(child.progress_index)
 
     def _shut_down(self, reason: str, *, closing: bool = False) -> None:
-        """Close the connection to the zygote, and end its children.
+        """Close the connection to the zygote, and finish the requests of its children.
 
-        `closing` is True if the sandbox is being closed. Otherwise the zygote is killed.
+        `closing` is True if the sandbox is being closed: the zygote then kills its children and
+        exits. Otherwise the zygote is killed, and its children with it.
         """
         if not self.alive:
             return

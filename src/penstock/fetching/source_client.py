@@ -16,7 +16,10 @@ from penstock.rules.masking import mask
 
 
 class SourceWeb:
-    """Web access for sources. It is created when the pipeline is checked, before `bind`."""
+    """Web access for sources.
+
+    It is created when the pipeline is checked. `bind` must be called before the first `get`.
+    """
 
     def __init__(self) -> None:
         self._bound: tuple[FetchStage, Pace, Clock] | None = None
@@ -32,7 +35,7 @@ class SourceWeb:
         last_modified: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Response:
-        """Implements sources.context.Web."""
+        """See sources.base.Web."""
         assert self._bound is not None
         stage, pace, clock = self._bound
         try:

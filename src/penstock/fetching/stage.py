@@ -456,7 +456,10 @@ class FetchStage:
     # -- robots
 
     async def _check_robots(self, url: str, host: str, proxy: str | None) -> bool:
-        """Raise Failure if robots.txt forbids the URL. Return True if a request was sent for it."""
+        """Return True if a request was sent for robots.txt.
+
+        Raise Failure if robots.txt forbids the URL, or could not be fetched.
+        """
         site, spent, now = origin(url), False, self._clock.now()
         known = self._robots.get(site)
         if known is None or known.until <= now:

@@ -1,4 +1,4 @@
 """Outbound connections, and the guard that checks them.
 
-Decisions about pages are made in `rules` and `stages`.
+Decisions about pages are made in `rules` and `fetching`.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-# Bytes. Smaller bodies are not counted: there are many of them, but their total size is small.
+# Bytes. Bodies up to this size are not counted: there are many, but their total size is small.
 MIN_COUNTED_BYTES = 1 << 16
 
 
@@ -21,8 +21,8 @@ class CountedExchange(Protocol):
 class BodyMemory:
     """Limits the memory of response bodies in progress.
 
-    At the limit one exchange may continue, so that at least one can finish. The others are paused
-    until an exchange ends.
+    Above the limit one exchange may continue, so that at least one can finish. The others are
+    paused when they receive data, until an exchange ends.
     """
 
     def __init__(self, limit: int, now: Callable[[], float]) -> None:
@@ -32,7 +32,7 @@ class BodyMemory:
         self._paused: dict[CountedExchange, None] = {}
 
     def may_grow(self, ex: CountedExchange) -> bool:
-        """Return True if the exchange may continue at the limit. Return False if it is paused."""
+        """Return True if the exchange may continue above the limit, False if it is paused."""
         if self._over_limit is None:
             self._over_limit = ex
             self.count(ex, max(1, ex.counted_bytes))  # a counted exchange calls `remove` at its end

@@ -34,7 +34,7 @@ class DecodedTooLarge(Exception):
 
 
 class TooManyCodings(Exception):
-    """More nested codings than `MAX_NESTED`."""
+    """More nested codings than `MAX_NESTED`. No honest server uses more."""
 
 
 class BrokenCoding(Exception):
@@ -183,7 +183,7 @@ def codings(header: str) -> tuple[str, ...]:
     """Return the codings of a Content-Encoding header, in the order in which they were applied.
 
     Return () if one is unknown. The body then stays unchanged, as in browsers, because servers
-    also put charsets there. Raise TooManyCodings.
+    also put charsets there. Raise TooManyCodings if there are more than `MAX_NESTED`.
     """
     names = [
         n for n in (part.strip().lower() for part in header.split(",")) if n and n != "identity"

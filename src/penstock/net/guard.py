@@ -83,7 +83,9 @@ _UNICAST_LOW, _UNICAST_HIGH = int(_UNICAST_V6.network_address), int(_UNICAST_V6.
 
 
 def is_public(address: str | Address) -> bool:
-    """Return True for a global unicast address by the table above, False for any other text.
+    """Return True for a global unicast address by the tables above.
+
+    Return False for any other address, and for text that is not an address.
 
     Addresses that contain an IPv4 address (mapped, compatible, NAT64, 6to4, Teredo, ISATAP) are
     refused, even if that address is public. No server needs them, and each decoder could have

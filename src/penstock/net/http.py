@@ -1,6 +1,6 @@
 """HTTP client of the product: address check, pinned address, proxy, one exchange.
 
-Redirects, robots.txt and rate limits are handled in `stages.fetch`.
+Redirects, robots.txt and rate limits are handled in `fetching.stage`.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ _RESERVED = frozenset(
 )
 _name = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,256}").fullmatch
 _value = re.compile(r"[^\x00-\x08\x0a-\x1f\x7f]*").fullmatch
-_MAX_ADDRESSES = 3  # addresses of a name that are tried if no connection is possible
+_MAX_ADDRESSES = 3  # addresses of a name, tried in turn until one accepts a connection
 _E_PROXY = 97  # CURLE_PROXY, which pycurl does not define
-_NO_PIN = ("",)  # for a URL with a literal address
+_NO_PIN = ("",)  # for a literal address, or a name that the proxy resolves (remote_dns)
 _MAX_PROXY_POOLS = 64  # proxies whose connection pool is kept open
 # Seconds for which a checked target is used for further requests. The guard caches it for longer.
 _TARGET_TTL = 1.0
@@ -286,7 +286,10 @@ class CurlFetcher:
             raise breach(Breach.CLOSED)
 
     def _pins(self, target: Target) -> tuple[str, ...]:
-        """Return the checked addresses of a name, beginning with the one that was used last."""
+        """Return the checked addresses of a name.
+
+        After a failed connection, the address that was tried next comes first.
+        """
         pins, last_good = target.addresses, self._preferred.get(target.host)
         if last_good is not None and last_good in pins:
             pins = last_good, *(p for p in pins if p != last_good)
@@ -440,7 +443,8 @@ def _response(ex: Exchange, url: str) -> Response:
 
 
 _refused = re.compile(r"CONNECT tunnel failed, response (\d+)").search
-_ABOUT_TARGET = range(17, 26)  # CURLPX_REPLY_…: errors of the target, not of the SOCKS server
+# CURLPX_REPLY_…: replies of a SOCKS server about the target, not about the proxy or this client.
+_ABOUT_TARGET = range(17, 26)
 
 
 def _failure(ex: Exchange, error: tuple[int, str] | None, proxied: bool) -> Failure:

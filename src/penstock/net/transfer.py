@@ -188,7 +188,7 @@ class Exchange:
         opt(pycurl.PROXY_CAINFO, self.set_up.ca_file)
         opt(pycurl.SSL_VERIFYPEER, 1)
         opt(pycurl.SSL_VERIFYHOST, 2)
-        # Called ten times per page, so no Python function is used. The size is checked later.
+        # About ten calls per page, so no Python function is used. `oversized` checks the size.
         opt(pycurl.HEADERFUNCTION, self.lines.append)
         opt(pycurl.WRITEFUNCTION, self._on_body)
         opt(pycurl.OPENSOCKETFUNCTION, self._on_open)

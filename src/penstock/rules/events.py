@@ -1,5 +1,6 @@
-"""From a URL outside to an event: canonical form, host key, route, trace. Who accepts it is not
-known here.
+"""Makes an event from a URL: canonical form, host key, route and trace.
+
+`intake` accepts events.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ ANY_ROUTE = Route()
 
 
 class Refused(Exception):
-    """A finding makes no event; the reason, for people."""
+    """A finding from which no event can be made. The reason is a text for the user."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = " ".join(
             reason.encode("utf-8", "replace").decode().split()
-        )  # parts of it may come from anywhere
+        )  # one line of valid text, because parts of the reason may be foreign data
 
 
 def event_of(
@@ -35,7 +36,10 @@ def event_of(
     trace: str | None = None,
     host_by: Literal["host", "domain"] = "host",
 ) -> Event:
-    """Raises BadUrl."""
+    """Return a new event for a URL. Raise BadUrl if the URL cannot be fetched.
+
+    `trace` is the event's own id by default.
+    """
     canonical = canonical_url(url)
     return Event(
         id=id_,

@@ -42,7 +42,10 @@ class Expression:
             ) from None
 
     def search(self, payload: Any) -> Any:
-        """Return the result, or None if the expression finds nothing. Raise Unfit."""
+        """Return the result, or None if the expression finds nothing.
+
+        Raise Unfit if it cannot be applied to this payload.
+        """
         try:
             return self._search(payload)
         except _SEARCH_ERRORS as e:

@@ -195,8 +195,8 @@ _rooted_name = re.compile(r"(https?://[^/:]*[^/:.])\.(?=[:/]|$)").match
 def _normalise_percent(m: re.Match[str]) -> str:
     """Normalise a percent-encoded byte (RFC 3986 6.2.2): `%7e` to `~`, `%c3` to `%C3`.
 
-    A single % becomes %25. Otherwise the result could form a new code, which a second call would
-    decode.
+    A % without two hexadecimal digits becomes %25. Otherwise it could form a new code with decoded
+    characters, which a second call would decode.
     """
     if not m[1]:
         return "%25"

@@ -44,12 +44,13 @@ class HostState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """State of a host. It is kept, with its penalties, when the queue is empty."""
 
     tat: float = 0.0  # theoretical arrival time of the next request (GCRA)
-    blocked_until: float = 0.0  # no request before: at the host's own wish
+    blocked_until: float = 0.0  # no request before: the host throttled (429, 503)
     # No request before: paused by the operator. inf until it is resumed.
     paused_until: float = 0.0
     penalty: float = 1.0  # multiplies the interval
     crawl_delay: float | None = None  # from robots.txt
-    # When the host last asked for more time. Slots reserved before that are void.
+    # When the host last asked for more time: 429, 503 or a new crawl delay. Slots reserved before
+    # that are void.
     slower_since: float = 0.0
     ignores_robots: bool = False  # a recorded exception: the crawl delay is ignored
     rate: float | None = None  # of this host, instead of the general limit. inf for unlimited.
@@ -179,7 +180,8 @@ def report(
         throttles, successes, slower = throttles + 1, 0, now
         if retry_after:
             blocked = max(blocked, now + min(retry_after, MAX_RETRY_AFTER))
-        # Otherwise the block is already set: other requests of the same time were throttled too.
+        # If the host is already blocked, this response belongs to the same incident: its request
+        # was in flight together with the one that set the block.
         elif blocked <= now:
             penalty = min(penalty * 2.0, MAX_PENALTY)
             blocked = now + interval(msgspec.structs.replace(state, penalty=penalty), limits)

@@ -100,9 +100,9 @@ def parse_members(lines: Iterable[str]) -> tuple[Member, ...]:
 
 
 def scrub(text: str, dsn: str) -> str:
-    """Replace this proxy's credentials in `text`, in plain and percent-encoded form.
+    """Replace this proxy's credentials in `text`, as written in the DSN and percent-decoded.
 
-    Libraries may put them into any message.
+    Libraries may put them into any message. Credentials of one or two characters are kept.
     """
     parts = urlsplit(dsn)
     secrets = {dsn} | {

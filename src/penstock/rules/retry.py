@@ -60,8 +60,8 @@ def decide(
     """Decide if and when the event is retried.
 
     `failures` is the number recorded so far, without this one. `after` is the wait that the host
-    requested (Retry-After). It replaces the back-off. `jitter` is in [0, 1). `max_age` limits the
-    age of an event in seconds, 0 for no limit.
+    requested (Retry-After). It replaces the back-off, and jitter adds up to 5 % to it. `jitter` is
+    in [0, 1). An event is dead if its `age` exceeds `max_age`, both in seconds. 0 is no limit.
     """
     policy = policies.get((stage, kind)) or policies["*", kind]
     if policy.free:
@@ -77,9 +77,9 @@ def turns(
 ) -> int:
     """Return by how many pools an event has moved on.
 
-    That is the number of recorded failures whose policy has `next_route`. It is read from the
-    ledger at each attempt, so the published event is not changed. A redrive has new counts and
-    starts with the first pool.
+    That is the number of recorded failures whose policy in this stage has `next_route`. It is read
+    from the ledger at each attempt, so the published event is not changed. A redrive has new counts
+    and starts with the first pool.
     """
     return sum(
         n

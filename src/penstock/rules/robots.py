@@ -1,6 +1,6 @@
 """robots.txt (RFC 9309): rules per agent, crawl delay and sitemaps.
 
-`stages.fetch` fetches and caches it.
+`fetching.stage` fetches and caches it.
 """
 
 from __future__ import annotations

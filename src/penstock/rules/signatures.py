@@ -30,7 +30,7 @@ _ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 
 class Forged(Exception):
-    """The request is not signed, not signed by one of the secrets, or not signed now.
+    """The request is not signed, not by one of the secrets, or not within the time tolerance.
 
     The reason is for the log and is never sent to the sender.
     """

@@ -27,7 +27,7 @@ def file_url(
 ) -> tuple[Path, dict[str, Any]]:
     """Return the path and the checked options of `scheme:path?option=value`.
 
-    Reads no disk. Raise ConfigError.
+    Reads no disk. Raise ConfigError if the URL or an option is not valid.
     """
     example = f"write {scheme}:products.{'db' if scheme == 'sqlite' else scheme}"
     if not url.startswith(scheme + ":"):

@@ -220,6 +220,9 @@ def _cell(value: Any) -> Any:
 
 
 def open_sink(url: str, options: Mapping[str, Any], base: Path) -> CsvSink:
-    """Open `csv:products.csv`. Checks the options, but opens no file yet. Raise ConfigError."""
+    """Create the sink of `csv:products.csv`. Opens no file yet.
+
+    Raise ConfigError if the URL or an option is not valid.
+    """
     path, given = file_url(url, options, base, scheme="csv", known=("max_columns",))
     return CsvSink(url, path, option_max_columns(url, given, limit=16_384))

@@ -1,4 +1,4 @@
-"""Records as JSON lines in one file, in the order of the outbox. See `flusher` for the batches."""
+"""Records as JSON lines in one file, in the order of the outbox. See `engine.flusher`."""
 
 from __future__ import annotations
 
@@ -62,6 +62,9 @@ def _line(body: bytes) -> bytes:
 
 
 def open_sink(url: str, options: Mapping[str, Any], base: Path) -> JsonLinesSink:
-    """Open `jsonl:products.jsonl`. Checks the options, but opens no file yet. Raise ConfigError."""
+    """Create the sink of `jsonl:products.jsonl`. Opens no file yet.
+
+    Raise ConfigError if the URL or an option is not valid.
+    """
     path, _ = file_url(url, options, base, scheme="jsonl", known=())
     return JsonLinesSink(url, path)

@@ -36,7 +36,8 @@ from penstock.stores.kafka import Topic, parse, sentence
 from penstock.stores.kafka_access import error_of, weightier
 
 _api: Any = _admin  # the library does not export these names to type checkers
-MAX_MESSAGE = 20 << 20  # bytes, for topics that this sink creates: more than a page's records
+# Bytes, for topics that this sink creates: more than all records of a page together.
+MAX_MESSAGE = 20 << 20
 # Record keys whose last order is cached, so that an older record is not written after a newer one.
 _MAX_CACHED_KEYS = 100_000
 _TOO_LARGE = (KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE)
@@ -142,7 +143,7 @@ class KafkaSink:
         conf = {
             "acks": "all",
             "enable.idempotence": True,
-            # The partitioner of Java clients, so that they and this sink use the same partition.
+            # The partitioner of Java clients, so that a key has one partition for all.
             "partitioner": "murmur2_random",
             "linger.ms": 5,
             "compression.type": "lz4",
@@ -361,9 +362,9 @@ class KafkaSink:
 
 
 def open_sink(url: str, options: Mapping[str, Any], base: Path) -> KafkaSink:
-    """Open `kafka://host:9092/products?key=sku`. Checks the options, but does not connect yet.
+    """Create the sink of `kafka://host:9092/products?key=sku`. Does not connect yet.
 
-    Raise ConfigError.
+    Raise ConfigError if the URL or an option is not valid.
     """
     topic, given = parse(url, options, OPTIONS, where=f"sink {mask(url).partition('?')[0]}")
     return KafkaSink(topic, Options(**given))

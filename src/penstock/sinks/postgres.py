@@ -184,9 +184,9 @@ def _database_of(address: Address) -> tuple[str, str, str]:
 
 
 def open_sink(url: str, options: Mapping[str, Any], base: Path) -> PostgresSink:
-    """Open `postgres://user@host/db?table=products`. Checks the options, but does not connect yet.
+    """Create the sink of `postgres://user@host/db?table=products`. Does not connect yet.
 
-    Raise ConfigError.
+    Raise ConfigError if the URL or an option is not valid.
     """
     server, _, query = url.partition("?")
     parts = parse_qsl(query, keep_blank_values=True)

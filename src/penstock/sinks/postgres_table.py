@@ -86,7 +86,8 @@ class Table:
     def prepare(self, tx: Tx, *, adopt: bool) -> None:
         """Create the table of columns, and the index for the mode.
 
-        With `adopt`, an existing table of another application is filled too. Raise ConfigError.
+        With `adopt`, an existing table of another application is filled too. Raise ConfigError if
+        the table cannot be created or used.
         """
         self._unchangeable.clear()
         try:
@@ -380,7 +381,8 @@ class Table:
 def key_text(key: str) -> str:
     """Return the key as text for an index.
 
-    A key that is too long or contains NUL is shortened, with a hash of the whole key.
+    A key that is too long or contains NUL is shortened, without NUL, and gets a hash of the whole
+    key.
     """
     if len(key) <= _MAX_KEY_CHARACTERS and "\0" not in key:
         return key

@@ -61,7 +61,8 @@ class Table:
     def prepare(self, cursor: apsw.Cursor, *, adopt: bool) -> None:
         """Create the table of columns, and the index for the mode.
 
-        With `adopt`, an existing table of another application is filled too. Raise ConfigError.
+        With `adopt`, an existing table of another application is filled too. Raise ConfigError if
+        the table cannot be used.
         """
         cursor.execute(
             "CREATE TABLE IF NOT EXISTS _penstock_columns "
@@ -86,7 +87,10 @@ class Table:
         self._add_columns(cursor, {})
 
     def write(self, cursor: apsw.Cursor, rows: Sequence[Row]) -> None:
-        """Write rows in order. If the transaction is rolled back, this object does not change."""
+        """Write rows in order.
+
+        If the caller rolls the transaction back, the next write reads the schema again.
+        """
         try:
             self._write(cursor, rows)
         # The schema changed: by another process, or by a change of this process that was rolled
@@ -434,7 +438,7 @@ def _transaction(db: apsw.Connection) -> Iterator[apsw.Cursor]:
 
 
 def is_transactional(url: str, store_path: Path, base: Path) -> bool:
-    """Return True if the sink's table is in the ledger's file, so that one commit is enough.
+    """Return True if the sink's table is in the ledger's file, so that both commit together.
 
     Return False for other URLs than sqlite.
     """
@@ -450,9 +454,9 @@ _OPTIONS = ("table", "mode", "max_columns")
 
 
 def open_sink(url: str, options: Mapping[str, Any], base: Path) -> SqliteSink:
-    """Open `sqlite:products.db?table=products`. Checks the options, but opens no file yet.
+    """Create the sink of `sqlite:products.db?table=products`. Opens no file yet.
 
-    Raise ConfigError.
+    Raise ConfigError if the URL or an option is not valid.
     """
     path, given = file_url(url, options, base, scheme="sqlite", known=_OPTIONS)
     table, mode = str(given.get("table", "records")), given.get("mode", "upsert")
