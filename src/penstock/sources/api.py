@@ -1,6 +1,6 @@
 """`api+https://…`: an event for every new or changed item of a paged JSON or CSV endpoint.
 
-See `api_reading` for how a result page is parsed.
+See `api_parser` for how a result page is parsed.
 """
 
 from __future__ import annotations

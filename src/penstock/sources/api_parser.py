@@ -19,7 +19,7 @@ from penstock.errors import PenstockError
 from penstock.rules.expressions import Expression, Unfit
 from penstock.sources.markup import UnreadableDocument, encoding_of, gunzip
 
-MAX_BYTES = 16 << 20  # of one result page, decoded
+MAX_BYTES = 16 << 20  # bytes of one decompressed result page
 MAX_VALUES = 2_000_000  # of one result page: a small value takes about a hundred bytes of memory
 _link = re.compile(
     r'<([^<>]{1,8192})>((?:\s*;\s*[\w*-]+\s*=\s*(?:"[^"]{0,1000}"|[^\s",;]{0,1000}))*)'

@@ -1,6 +1,6 @@
 """`feed+https://…`: an event for every new or updated entry of an RSS, Atom or JSON feed.
 
-See `feed_reading` for how a feed is parsed.
+See `feed_parser` for how a feed is parsed.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from lxml import etree
 from penstock.errors import PenstockError
 from penstock.sources.markup import UnreadableDocument, gunzip, parse_date, repair_entities, text_of
 
-MAX_BYTES = 16 << 20  # decoded
+MAX_BYTES = 16 << 20  # bytes of a decompressed feed
 MAX_LENIENT = 256 << 10  # characters of a feed that is parsed by feedparser
 MAX_ENTRIES = 10_000  # the first entries are used, because a feed starts with its newest entry
 MAX_TEXT = 4000  # characters of a summary in the payload. The hash covers the whole summary.

@@ -67,7 +67,7 @@ def short_hash(*parts: str | bytes) -> bytes:
 class StoredVersions(msgspec.Struct, array_like=True, frozen=True):
     """Seen versions in the format of a cursor."""
 
-    known: bytes = b""  # 8 bytes key, 8 bytes version, ordered by when the key was last seen
+    known: bytes = b""  # 8 bytes key, 8 bytes version. The key that was seen longest ago is first.
     left: bytes = b""  # replaced versions
 
 

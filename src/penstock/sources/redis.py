@@ -91,7 +91,7 @@ _decode = msgspec.json.Decoder().decode
 
 
 class UserServer(Server):
-    """Redis server of the user. Its persistence settings are not checked."""
+    """Redis server of the user. Its persistence and eviction settings are not checked."""
 
     def judge(self, facts: Mapping[str, str]) -> None:
         if facts.get("loading") == "1":

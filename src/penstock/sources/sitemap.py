@@ -1,6 +1,6 @@
 """`sitemap+https://…`: an event for every URL that is new, changed or removed in sitemaps.
 
-See `sitemap_reading` for how a sitemap is parsed.
+See `sitemap_parser` for how a sitemap is parsed.
 """
 
 from __future__ import annotations
@@ -222,7 +222,8 @@ class _Comparison:
         self._documents: list[_Document] = []
         self._is_cut_off = False
         self.failures: list[str] = []
-        # Seconds until the next round, set by the failure after which no sitemap is requested.
+        # None while sitemaps are requested. A failure that stops the requests of this round sets it
+        # to the least number of seconds until the next round.
         self.pause: float | None = None
 
     def record_failure(self, url: str, error: Failure | SitemapError) -> None:

@@ -28,7 +28,7 @@ from penstock.sources.markup import (
     without_controls,
 )
 
-MAX_BYTES = 50 << 20  # decoded (limit of the protocol)
+MAX_BYTES = 50 << 20  # bytes of a decompressed sitemap (limit of the protocol)
 MAX_URLS = 50_000  # limit of the protocol
 MAX_LOC = 2048  # characters (limit of the protocol)
 MAX_ELEMENTS = 2_000_000

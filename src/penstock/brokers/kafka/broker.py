@@ -208,7 +208,7 @@ class KafkaBroker:
             ):
                 sends.append(self._retry_message(reader, e, now + outcome.delay))
         if sends:
-            answers: Sequence[Published] = ()  # stays empty if publishing is cancelled
+            answers: Sequence[Published] = ()  # stays empty if `send_all` raises or is cancelled
             try:
                 answers = await self.producer.send_all(sends)
             finally:

@@ -44,7 +44,9 @@ _FIRST_BATCH_WAIT = 0.03
 # Seconds that a partition stays paused at least. Each change of the pause discards the messages
 # that the client has prefetched.
 _MIN_PAUSE = 1.0
-_RESUME_SHARE = 0.6  # share of the offset window at which a paused partition is resumed
+# A paused partition is resumed when its unsettled messages use at most this share of every limit:
+# count, size and offset range.
+_RESUME_SHARE = 0.6
 _PROBE_INTERVAL = 1.0  # seconds between two probes of servers that were reported as down
 _OUTAGES = (
     KafkaError._ALL_BROKERS_DOWN,

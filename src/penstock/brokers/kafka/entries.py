@@ -98,8 +98,9 @@ class BufferedMessage(  # type: ignore[misc]
 
 
 MESSAGE_OVERHEAD = 200  # approximate bytes of memory that a message takes in addition to its body
-# Consecutive messages of one partition. The flag is True if the offsets have no gap and all are
-# plain: no due time, no target group, and the priority class of their topic.
+# Consecutive messages of one partition. The flag is True if the offsets have no gap, the topic is
+# not a retry topic, and all messages are plain: no due time, no target group, and the priority
+# class of their topic.
 Run = tuple[Partition, list[BufferedMessage], bool]
 
 

@@ -85,7 +85,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     def retry_topic_for(self, delay: float) -> ServerTopic | None:
         """Return the retry topic with the longest delay that is at most `delay` seconds.
 
-        Return None if all retry topics have longer delays. Then the worker holds the message.
+        The retry topic with a delay of 0 s is for replays and is never returned. Return None if
+        all others have longer delays. Then the worker holds the message.
         """
         return next(
             (
@@ -203,7 +204,8 @@ class Topics:
     def metadata(self, doing: str, *, first: bool = False) -> Any:
         """Return the cluster metadata.
 
-        Raises Unreachable if this is the first request of a process, otherwise StoreUnavailable.
+        If no server answers, raises Unreachable for the `first` request of a process, and
+        StoreUnavailable for later requests.
         """
         self._last_error = None
         try:

@@ -18,8 +18,8 @@ Options are set in the query, or in PENSTOCK_KAFKA_OPTIONS in the same spelling
 | `session` | the lease, at least 6s | silence after which a worker loses its partitions |
 | `grace` | 3s | time in which deliveries may be settled while their partition is revoked |
 | `timeout` | 10s | longest wait for an answer. A publish without an answer is `unknown` |
-| `commit_interval` | 0s | 0: a settle waits for its commit. Else the time between commits |
-| `protocol` | classic | `consumer`: the protocol of Kafka 4 (KIP-848). The servers set `session` |
+| `commit_interval` | 0s | time between commits. A settle waits for its commit only if this is 0 |
+| `protocol` | classic | `consumer`: Kafka 4 rebalance protocol (KIP-848), servers set `session` |
 | `sasl` | plain | with a user: `plain`, `scram-sha-256` or `scram-sha-512` |
 | `username`, `password` | those of the URL | for use in the environment variable |
 | `ca`, `cert`, `key`, `key_password` | the system's CAs | files for TLS |

@@ -123,7 +123,10 @@ class RabbitBroker:
         return drift
 
     async def _declare_queue(self, channel: Channel, queue: Queue, drift: list[str]) -> Channel:
-        """Declare a queue. Return an open channel: the server closes it if the arguments differ."""
+        """Declare a queue. Return the channel to use next.
+
+        The server closes the channel if the arguments of an existing queue differ.
+        """
         with self.consuming.outage():
             async with asyncio.timeout(RESPONSE_TIMEOUT):
                 try:
@@ -145,7 +148,10 @@ class RabbitBroker:
         return channel
 
     async def _channel(self) -> Channel:
-        """Open a channel for single requests. The publishing connection may be blocked."""
+        """Open a channel for single requests.
+
+        It uses the consuming connection, because the publishing connection may be blocked.
+        """
         return await self.consuming.channel()
 
     async def _close_channel(self, channel: Channel) -> None:

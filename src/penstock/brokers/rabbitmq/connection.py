@@ -30,7 +30,8 @@ TLS_OPTIONS = ("cafile", "capath", "certfile", "keyfile", "no_verify_ssl")
 OWN_OPTIONS = ("publish_timeout", "management")
 CONNECTION_ERRORS = (amqp.AMQPError, OSError, TimeoutError, RuntimeError)
 
-# All errors are handled here. The library would also print a traceback to the user's terminal.
+# Every error is handled where it occurs. The library would also print a traceback to the user's
+# terminal.
 logging.getLogger("aiormq").setLevel(logging.CRITICAL)
 
 
@@ -261,7 +262,10 @@ class Connection:
             ) from e
 
     def abort(self) -> None:
-        """Drop the connection without closing it. The server redelivers unsettled messages."""
+        """Drop the connection without the closing handshake.
+
+        The server redelivers unsettled messages.
+        """
         if self._transport is not None:
             self._transport.abort()
 

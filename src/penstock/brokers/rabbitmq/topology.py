@@ -8,7 +8,7 @@ A namespace has three topic exchanges:
   `requests.normal.shop.example`.
 - `<ns>.delay` takes delayed messages. The routing key starts with the delay level:
   `5s.requests.normal.shop.example`. All messages of a delay queue have the same time to live, so
-  messages expire in the order of the queue.
+  messages expire in the order of the queue. No message waits behind one with a longer delay.
 - `<ns>.due` takes expired messages and routes them to their work queues.
 
 A message for one group only (a retry) has `normal@main` in place of `normal`.

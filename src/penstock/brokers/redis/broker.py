@@ -39,12 +39,14 @@ from penstock.stores.context import Context
 from penstock.stores.redis import Argument, Lost, Server
 
 CLASSES = ("high", "normal", "low")
-# Milliseconds of the start of 2020. Positions count from it, so that they fit into 63 bits.
+# Milliseconds of the start of 2020. Positions count from it, so that they fit into 63 bits until
+# 2054.
 EPOCH = 1_577_836_800_000
 # Seconds between two polls of a waiting `receive`. A publish wakes it earlier, but a message that
 # another worker releases does not.
 POLL_INTERVAL = 1.0
-# Thousands of unread entries that one `stats` call sorts. With more, the figures are not exact.
+# Script calls of one `stats`. Each sorts up to a thousand unread entries of each priority class. If
+# unread entries remain after them, the figures are not exact.
 MAX_SORT_ROUNDS = 20
 CAPS = Capabilities(
     order_per_key="emulated",
@@ -174,7 +176,7 @@ class RedisBroker:
 
     async def stats(self, topic: str, group: str) -> Stats:
         # Whether an entry is delayed is known only after it was read and sorted. Each call of the
-        # script sorts a thousand entries.
+        # script sorts up to a thousand entries of each priority class.
         for _ in range(MAX_SORT_ROUNDS):
             ready, delayed, in_flight, dead, age, exact = await self.server.run(
                 looking.STATS, [self.base(topic)], group
@@ -325,9 +327,10 @@ class RedisSubscription:
         return [code == ord("1") for code in reply]
 
     async def extend(self, deliveries: Sequence[Delivery], seconds: float) -> Sequence[bool]:
-        """Extend the leases by `seconds`, at most by one whole lease, which is the idle limit.
+        """Let the leases end `seconds` from now, at most one whole lease from now.
 
-        The result is False for each delivery whose lease was lost.
+        A lease ends after an idle time of one lease, so it cannot end later. The result is False
+        for each delivery whose lease was lost.
         """
         if not deliveries:
             return []

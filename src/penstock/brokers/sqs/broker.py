@@ -56,7 +56,7 @@ CAPS = Capabilities(
     max_body=180_000,  # bytes that always fit. A body that can be compressed may be larger.
 )
 BATCH = 10  # messages in one request, a limit of SQS
-MAX_REQUESTS = 32  # concurrent requests
+MAX_REQUESTS = 32  # concurrent requests that send, settle or check. Polls have their own limit.
 # Seconds that SQS can delay a new message. Longer delays are checked when the message is received.
 MAX_DELAY = 900
 RETENTION = 14 * 86400  # seconds, the longest retention of SQS
@@ -393,7 +393,10 @@ class SqsBroker:
     # -- stats, peek and purge ---------------------------------------------------------------------
 
     async def _counts(self, queue: QueueId) -> tuple[int, int, int]:
-        """Return the ready, delayed and in-flight messages. SQS counts retries as in flight."""
+        """Return the ready, delayed and in-flight messages.
+
+        SQS counts a retry that is not due as in flight.
+        """
         if (url := await self._find(queue)) is None:
             return 0, 0, 0
         try:

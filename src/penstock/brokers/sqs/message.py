@@ -363,7 +363,7 @@ def code_of(e: ClientError) -> str:
 def is_permanent(failed: dict[str, Any]) -> bool:
     """Return True if SQS refused this entry of a batch permanently, False if it may be retried.
 
-    The receipt handle is outdated, or the message is deleted.
+    SQS refuses an entry permanently if the receipt handle is outdated or the message is deleted.
     """
     return (
         bool(failed.get("SenderFault")) or str(failed.get("Code", "")).rpartition(".")[2] in _STALE

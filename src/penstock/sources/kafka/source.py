@@ -5,7 +5,7 @@
 
 The source does not join a consumer group. It assigns all partitions to itself, and the ledger
 records the offsets as the cursor. With `group=NAME` the offsets are also committed under that name,
-for tools that monitor lag. The source never reads them back. See `kafka_messages` for the formats.
+for tools that monitor lag. The source never reads them back. See `messages` for the formats.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Source for inserts and updates of PostgreSQL tables, read by logical decoding.
 
-See `postgres_feed` for the thread that reads the replication slot.
+See `slot_reader` for the thread that reads the replication slot.
 """
 
 from __future__ import annotations
@@ -64,9 +64,10 @@ class CdcSource(BaseSource):
             await asyncio.shield(asyncio.to_thread(stream.stop))
 
     async def preview(self, cursor: bytes | None, limit: int) -> Sequence[Finding]:
-        """Return unread changes of the slot. If it has no unread changes, return existing rows.
+        """Return unread changes of the slot, or existing rows as if they were inserted now.
 
-        Existing rows are returned as if they were inserted now.
+        Existing rows are returned if there are no unread changes, if the slot does not exist, or
+        if a client is reading it.
         """
         return await asyncio.to_thread(
             self._with_session,

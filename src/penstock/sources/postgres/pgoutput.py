@@ -285,7 +285,10 @@ def _tuple(
 
 
 def _key_of(relation: Relation, row: dict[str, Any]) -> dict[str, Any]:
-    """Return the key columns only. The server sends the other columns as null, which is wrong."""
+    """Return the key columns only.
+
+    The server sends null for the other columns, even if they have a value.
+    """
     return {
         column.name: row[column.name]
         for column in relation.columns

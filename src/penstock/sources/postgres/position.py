@@ -1,4 +1,7 @@
-"""Cursor of a PostgreSQL change source, and the parts of the first table reading it depends on."""
+"""Cursor of a PostgreSQL change source.
+
+It also records the parts of the first reading, which show the inserts that are known already.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ class Cursor(msgspec.Struct, frozen=True):
 
     @classmethod
     def decode(cls, raw: bytes, source: str) -> Cursor:
-        """Raises SourceDown."""
+        """Decode a cursor. Raises SourceDown if it is invalid."""
         try:
             return msgspec.msgpack.decode(raw, type=cls)
         except msgspec.MsgspecError:

@@ -186,9 +186,10 @@ def table_settings(spec: SourceSpec) -> TableSettings:
 
 
 def derived_name(namespace: str, source: str) -> str:
-    """Return the default slot name of a source: at most 63 characters of [a-z0-9_].
+    """Return the default name of a source's slot and publication.
 
-    A longer name is cut and gets a hash, so that two sources do not share a slot.
+    It has at most 63 characters of [a-z0-9_]. A longer name is cut and gets a hash, so that two
+    sources do not share a slot.
     """
     name = re.sub(r"[^a-z0-9]+", "_", f"{namespace}_{source}".lower()).strip("_")
     return (

@@ -74,7 +74,7 @@ def connect(s: CdcSettings, *, replication: bool = False) -> Any:
 
 
 def identify(replication: Any) -> tuple[str, str]:
-    """Return the server's identify identifier and the name of the database."""
+    """Return the server's system identifier and the name of the database."""
     with replication.cursor() as cursor:
         cursor.execute("IDENTIFY_SYSTEM")
         found = cursor.fetchone()
@@ -84,7 +84,7 @@ def identify(replication: Any) -> tuple[str, str]:
 def rows(connection: Any, statement: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
     """Run a statement and return its rows.
 
-    A % in an identifier must be written %% (postgres_dsn.inline), with parameters or without.
+    A % in an identifier must be written %% (`settings.inline`), with parameters or without.
     """
     with connection.cursor() as cursor:
         if parameters:

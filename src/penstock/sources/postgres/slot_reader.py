@@ -112,7 +112,7 @@ class ChangeStream:
         self._opened: list[Any] = []
         self.backlog: int | None = None
         self.caught_up = False
-        # Used by the thread only.
+        # Used by the thread only, except `_taken`.
         self._found: list[Finding] = []
         self._bytes = 0
         self._chunk_started_at = 0.0
@@ -267,9 +267,10 @@ class ChangeStream:
             raise
 
     def _prepare(self, session: Any, replication: Any, database: str) -> str | None:
-        """Create the slot and the publication if they are missing, and set the start cursor.
+        """Check the slot and the publication. On a first start, create them and set the cursor.
 
-        Return the name of the snapshot that a new slot exported, or None.
+        Return the name of the snapshot that a new slot exported, or None. Raises SourceDown if the
+        source has a cursor and its slot is missing, because changes are lost.
         """
         s, exported = self._s, None
         slot = slots.find(s, session)
@@ -635,7 +636,7 @@ class ChangeStream:
                 chunk.cursor is not None and chunk.cursor.reading is not None
                 for chunk in (*self._out, *self._queue)
             ):
-                # A frame has no place for `reading`, so rows of the snapshot are not spilled.
+                # A frame has no field for `reading`, so rows of the snapshot are not spilled.
                 return
         log.warning(
             "source %s: the queue is full, so changes are written to the spill file %s",

@@ -1,6 +1,7 @@
 """File for findings that do not fit into the queue, so that the server may discard their WAL.
 
-Findings are in order and have checksums. A second file records how many are accepted.
+Findings are in order and have checksums. A second file records the offset up to which they are
+accepted.
 """
 
 from __future__ import annotations

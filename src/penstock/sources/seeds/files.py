@@ -158,7 +158,8 @@ class Files:
     def _stat(self, name: str, path: str, real_root: str) -> SeedObject | None:
         """Return the object, or None for a directory.
 
-        Only links need more than one system call, because there may be thousands of files.
+        There may be thousands of files in every round, so a file takes one system call. Only a
+        link takes more.
         """
         try:
             state = os.lstat(path)

@@ -1,6 +1,6 @@
 """Parses one line of a seed list, as text, CSV or JSON, into URL and payload.
 
-See `seeds_lines` for how an object is split into lines.
+See `lines` for how an object is split into lines.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Splits an object into records with bounded memory: gzip, lines, CSV records over several lines.
 
-See `seeds_formats` for how a record is parsed.
+See `formats` for how a record is parsed.
 """
 
 from __future__ import annotations
@@ -228,9 +228,10 @@ class Lines:
                 return None
 
     def _line_end(self, start: int) -> int:
-        """Return the distance from the current position to the end of the line that has `start`.
+        """Return the distance from the current position to the end of the line at `start`.
 
-        Return 0 if the line is not complete, and -1 if it is too long.
+        `start` is also a distance from the current position. The newline is included. Return 0 if
+        the line is not complete, and -1 if it is too long.
         """
         seen = start
         while True:

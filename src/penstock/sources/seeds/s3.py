@@ -34,7 +34,7 @@ class Bucket:
     """
 
     def __init__(self, url: str, *, any_name: bool) -> None:
-        """Raises ConfigError."""
+        """Parse the URL of the source. Raises ConfigError."""
         self._bucket, self.place = bucket_at(url, whole=True)
         parts = urlsplit(url)
         self._prefix, self._any_name = unquote(parts.path).lstrip("/"), any_name

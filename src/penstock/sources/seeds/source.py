@@ -1,6 +1,6 @@
 """Source for seed lists: files, watched directories, prefixes on S3.
 
-See `seeds_reading` for how one list is read.
+See `object_reader` for how one list is read.
 """
 
 from __future__ import annotations
