@@ -542,13 +542,13 @@ def _print_report(d: Mapping[str, Any]) -> None:
         for line in value.split("\n"):
             say(styled(f"{name}: ", "cyan"), line)
     if d["status"]:
-        is_fresh = d["ok"]
+        is_ok = d["ok"]
         more = [f"HTTP/{d['http_version']}"] if d["http_version"] else []
         more += [size(d["size"])] if d["size"] is not None else []
         more += [d["charset"]] if d["charset"] else []
         more += [f"written to {d['output']}"] if d["output"] else []
         say(
-            styled(str(d["status"]), "bold green" if is_fresh else "bold red"),
+            styled(str(d["status"]), "bold green" if is_ok else "bold red"),
             "".join(f", {m}" for m in more),
         )
     if d["error"]:

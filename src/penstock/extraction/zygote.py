@@ -145,11 +145,9 @@ class ZygoteProcess:
         return child
 
     def send_command(
-        self, send_command: Command, argument: int, child: int, fds: Sequence[int] = ()
+        self, command: Command, argument: int, child: int, fds: Sequence[int] = ()
     ) -> None:
-        socket.send_fds(
-            self._control, [wire.COMMAND.pack(send_command, argument, child)], list(fds)
-        )
+        socket.send_fds(self._control, [wire.COMMAND.pack(command, argument, child)], list(fds))
 
     def signal(self, child: int, number: int) -> None:
         if self.alive and child in self._children:
