@@ -1,5 +1,6 @@
-"""`brokers`: messages a second through publish, lease and ack of each broker, and the client's CPU,
-beside the raw client library doing the same.
+"""`brokers`: measures publish, lease and ack of each broker: messages a second and client CPU.
+
+The raw client library does the same work for comparison.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from penstock.runtime.stores import adapter
 from penstock.stores.context import Context
 
 BODY = b'{"specversion":"1.0","data":"' + b"x" * 400 + b'"}'
-BATCHES = {1: 300, 50: 6_000, 500: 20_000}  # messages for each size of a batch
+BATCHES = {1: 300, 50: 6_000, 500: 20_000}  # batch size -> messages
 KEYS = 50
-BAR = 1.5  # client CPU against the raw client, at the largest batch
+BAR = 1.5  # limit of the client CPU, as a multiple of the raw client's, at the largest batch
 NAMES = ("sqlite", "postgres", "redis", "rabbitmq", "kafka", "sqs")
 
 
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
         "names",
         nargs="*",
         default=list(NAMES),
-        help=f"which (default all: {' '.join(NAMES)}); their servers are started and stopped",
+        help=f"brokers to measure, whose servers are started (default: {' '.join(NAMES)})",
     )
     parser.add_argument(
         "--rounds", type=int, default=3, help="interleaved rounds, the median counts (default 3)"
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
             + table(("batch", "msg/s", "raw msg/s", "CPU µs", "raw CPU µs", "ratio"), rows),
             flush=True,
         )
-    # The embedded broker is its own server: what it spends is not a client's share.
+    # The embedded broker is its own server. So its CPU is not comparable with a client's CPU.
     summary |= {
         "cpu_ratio": ratios,
         "within_bar": all(ratio <= BAR for name, ratio in ratios.items() if name != "sqlite"),
@@ -93,7 +94,8 @@ def measured(name: str, rounds: int) -> dict[int, dict[str, float]]:
                         ("raw", lambda b, t: raw(name, url, Path(scratch), b, t)),
                     ]
                     for side, work in sides if turn % 2 else reversed(sides):
-                        costs.setdefault((side, batch), []).append(asyncio.run(work(batch, total)))  # type: ignore[arg-type]
+                        cost = asyncio.run(work(batch, total))  # type: ignore[arg-type]
+                        costs.setdefault((side, batch), []).append(cost)
                 say(f"{name}: round {turn + 1} of {rounds}")
         finally:
             if name != "sqlite":
@@ -116,7 +118,7 @@ def measured(name: str, rounds: int) -> dict[int, dict[str, float]]:
 async def timed(
     turn: Callable[[int], Awaitable[None]], batch: int, total: int
 ) -> tuple[float, float]:
-    """(messages a second, CPU µs of this process a message), after a few turns that do not count."""
+    """Return messages a second, and CPU µs of this process per message, after a warm-up."""
     for _ in range(3):
         await turn(batch)
     began, cpu = time.perf_counter(), time.process_time()

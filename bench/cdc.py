@@ -1,5 +1,6 @@
-"""`cdc`: how long a row in PostgreSQL takes until its event is durable in the ledger, and how many
-rows a second one transaction brings.
+"""`cdc`: measures the time from a row in PostgreSQL to a durable event in the ledger.
+
+Also measures the rows a second of one large transaction.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from psycopg import sql
 
 BAR = 0.1  # seconds from INSERT to event, 95th percentile
 CLI = [sys.executable, "-m", "penstock.cli.main"]
-STEP = 0.001  # seconds between two looks at the ledger
+STEP = 0.001  # seconds between two reads of the ledger
 PIPELINE = """
 from penstock import Pipeline
 
@@ -81,7 +82,9 @@ def main(arguments: Sequence[str]) -> int:
     }
     head = ("milliseconds", "p50", "p95", "p99", "max")
     print(
-        f"\n{o.n:,} rows at {o.rate:g} a second, each a transaction; ledger in SQLite, full durability; an event counts when another process can see it.\n"
+        f"\n{o.n:,} rows at {o.rate:g} a second, each in its own transaction. "
+        "The ledger is in SQLite, with full durability. "
+        "An event counts when another process can read it.\n"
     )
     print(
         table(
@@ -137,7 +140,8 @@ def _database(server: str) -> Iterator[str]:
             yield url
         finally:
             admin.execute(
-                "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE database=%s AND NOT active",
+                "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots"
+                " WHERE database=%s AND NOT active",
                 (name,),
             )
             admin.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(name)))
@@ -145,12 +149,12 @@ def _database(server: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _reader(directory: Path, url: str) -> Iterator[None]:
-    """`penstock run --role source`, reading when this begins."""
+    """Run `penstock run --role source`. It reads when the block starts."""
     (directory / "bench.py").write_text(
         PIPELINE.format(url=url.replace("postgres:", "postgres+cdc:"))
     )
-    said = directory / "stderr.txt"
-    with said.open("wb") as err:
+    output = directory / "stderr.txt"
+    with output.open("wb") as err:
         process = subprocess.Popen(
             [*CLI, "run", "bench.py", "--role", "source"],
             cwd=directory,
@@ -166,27 +170,27 @@ def _reader(directory: Path, url: str) -> Iterator[None]:
                 "SELECT 1 FROM pg_replication_slots WHERE database=current_database() AND active"
             ).fetchone():
                 if process.poll() is not None or time.monotonic() > until:
-                    raise BenchError(f"the reader does not read: {said.read_text()[-600:]}")
+                    raise BenchError(f"the reader does not read: {output.read_text()[-600:]}")
                 time.sleep(0.05)
         yield
         if process.poll() is not None:
-            raise BenchError(f"the reader ended: {said.read_text()[-600:]}")
+            raise BenchError(f"the reader ended: {output.read_text()[-600:]}")
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(60)
 
 
 class _Ledger:
-    """When each event could first be seen by another process, in the order of acceptance."""
+    """Times at which another process could first read each event, in the order of acceptance."""
 
     def __init__(self, directory: Path) -> None:
         self.seen: list[float] = []
         self._path = directory / ".penstock" / "penstock.db"
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread = threading.Thread(target=self._poll, daemon=True)
         self._thread.start()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         with contextlib.closing(
             sqlite3.connect(f"file:{self._path}?mode=ro", uri=True, isolation_level=None)
         ) as books:
@@ -223,7 +227,8 @@ def _insert(url: str, n: int, rate: float) -> tuple[list[float], list[float]]:
 def _bulk(url: str, ledger: _Ledger, before: int, rows: int) -> float:
     with psycopg.connect(url, autocommit=True) as db:
         db.execute(
-            "INSERT INTO scrape_requests(url) SELECT 'https://shop.test/b/' || n FROM generate_series(1, %s) n",
+            "INSERT INTO scrape_requests(url) SELECT 'https://shop.test/b/' || n"
+            " FROM generate_series(1, %s) n",
             (rows,),
         )
     begun = time.time()

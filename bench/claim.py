@@ -1,5 +1,6 @@
-"""`claim`: what taking an event costs when a thousand or a million wait, what `status` costs then,
-and the memory of who pushes and who works on them.
+"""`claim`: measures the cost of taking an event, with a thousand and with a million waiting.
+
+Also measures the cost of `status`, and the memory of `push` and of a worker.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ from looking import steps_of_status
 
 HOST_COUNTS = "20,1,5000"
 PORT = 8191
-BAR = 1.5  # for the cost of a claim, many pending against few
+BAR = 1.5  # limit of the cost of a claim with many pending, as a multiple of the cost with few
 LONG = 15.0  # seconds that a run needs for a verdict on its memory
-FLAT_MB = 10.0  # growth after warm-up that still counts as flat
+FLAT_MB = 10.0  # MB of growth after warm-up that still count as flat
 CLI = [sys.executable, "-m", "penstock.cli.main"]
 
 
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--hosts",
         default=HOST_COUNTS,
-        help=f"numbers of hosts they belong to (default {HOST_COUNTS}); memory is taken with the first",
+        help=f"numbers of hosts of the events (default {HOST_COUNTS}), the first for memory",
     )
     parser.add_argument(
         "--slices",
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
         counts = [int(x) for x in o.hosts.split(",")]
     except ValueError:
         raise BenchError(
-            f"--hosts {o.hosts!r} is no list of numbers", f"--hosts {HOST_COUNTS}"
+            f"--hosts {o.hosts!r} is not a list of numbers", f"use --hosts {HOST_COUNTS}"
         ) from None
     if o.pending < 1 or o.few < 512 or min(counts) < 1:
         raise BenchError("--pending and --hosts must be positive, --few at least 512 (one slice)")
@@ -93,10 +94,10 @@ def main(arguments: Sequence[str]) -> int:
             pushed, rate = push(many, o.pending, hosts)
             push(few, o.few, hosts)
             if i == 0:
-                print(tell_push(pushed, rate, o.pending))
+                print(push_line(pushed, rate, o.pending))
                 summary["push"] = {"events_per_second": round(rate), **memory(pushed)}
-                summary["status"] = looked = status(few, many)
-                print(tell_status(looked, o))
+                summary["status"] = status_costs = status(few, many)
+                print(status_line(status_costs, o))
             costs[hosts] = compare(few, many, slices=o.slices, fresh=partial(urls, hosts=hosts))
             say(f"{hosts} hosts: the claim costs {costs[hosts].ratio('claim'):.2f} times as much")
             if i == 0:
@@ -106,11 +107,11 @@ def main(arguments: Sequence[str]) -> int:
                     "events_per_second": round(done / seconds),
                     **memory(worked),
                 }
-                print(tell_worker(worked, done, seconds))
+                print(worker_line(worked, done, seconds))
         finally:
             shutil.rmtree(few, ignore_errors=True)
             shutil.rmtree(many, ignore_errors=True)
-    print(tell_costs(costs, o))
+    print(cost_table(costs, o))
     summary["cpu_us"] = {str(hosts): c.medians() for hosts, c in costs.items()}
     summary["ratio"] = {
         str(hosts): {step: round(c.ratio(step), 3) for step in STEPS} for hosts, c in costs.items()
@@ -134,7 +135,7 @@ def _core() -> set[int]:
 
 
 def address(i: int) -> str:
-    """Loopback has sixteen million."""
+    """Return the i-th loopback address. There are sixteen million."""
     return f"127.{1 + i // 62500}.{i // 250 % 250}.{2 + i % 250}"
 
 
@@ -146,8 +147,9 @@ def urls(start: int, end: int, hosts: int) -> list[str]:
 
 
 def push(directory: Path, n: int, hosts: int) -> tuple[Watched, float]:
-    """`penstock push -f -` with the list made while it reads; (its memory over time, events a
-    second).
+    """Run `penstock push -f -`, which reads a list from a pipe.
+
+    Return its memory over time, and the events a second.
     """
     reading, writing = os.pipe()
     writer = threading.Thread(target=_feed, args=(os.fdopen(writing, "wb"), n, hosts), daemon=True)
@@ -163,7 +165,7 @@ def push(directory: Path, n: int, hosts: int) -> tuple[Watched, float]:
             timeout=3600,
         )
     finally:
-        os.close(reading)  # ends the writer too, should push have ended early
+        os.close(reading)  # also ends the writer, if push has ended early
     if w.code != 0 or last_json_document(w.out)["accepted"] != n:
         raise BenchError(f"penstock push ended with {w.code}: {(w.err or w.out).strip()[-800:]}")
     return w, n / (time.time() - started)
@@ -185,16 +187,16 @@ def _feed(pipe: IO[bytes], n: int, hosts: int) -> None:
                     "".join(f"{url}\n" for url in urls(start, min(n, start + 1000), hosts)).encode()
                 )
     except BrokenPipeError:
-        pass  # the reader is gone, and its exit code says why
+        pass  # the reader has ended, and its exit code is checked
 
 
 def memory(w: Watched) -> dict[str, float | bool | None]:
-    """RSS of the tree in MB: when it was warm (after 30 % of the run), at the end, and at its peak.
+    """Return the RSS of the tree in MB: warm (after 30 % of the run), at the end, and the peak.
+
     A short run has no verdict.
     """
-    rss = (
-        [r for _, _, r in w.memory[:-1]] or [r for _, _, r in w.memory] or [0.0]
-    )  # the last may have caught it while it ended
+    # The last sample may be from the exit of the process.
+    rss = [r for _, _, r in w.memory[:-1]] or [r for _, _, r in w.memory] or [0.0]
     rest = rss[len(rss) * 3 // 10 :]
     part = max(1, len(rest) // 5)
     warm, end = median(rest[:part]), median(rest[-part:])
@@ -214,20 +216,24 @@ def memory(w: Watched) -> dict[str, float | bool | None]:
 
 def _memory_line(w: Watched) -> str:
     m = memory(w)
-    verdict = "too short to tell" if m["flat"] is None else "flat" if m["flat"] else "GROWS"
-    return f"RSS {m['rss_warm_mb']} MB when warm, {m['rss_end_mb']} MB at the end, peak {m['rss_peak_mb']} MB: {verdict}"
+    verdict = "too short for a verdict" if m["flat"] is None else "flat" if m["flat"] else "GROWS"
+    return (
+        f"RSS {m['rss_warm_mb']} MB when warm, {m['rss_end_mb']} MB at the end, peak"
+        f" {m['rss_peak_mb']} MB: {verdict}"
+    )
 
 
-def tell_push(w: Watched, rate: float, n: int) -> str:
+def push_line(w: Watched, rate: float, n: int) -> str:
     return f"\npush: {n:,} URLs through a pipe, {rate:,.0f} a second; {_memory_line(w)}"
 
 
-# -- looking ---------------------------------------------------------------------------------------
+# -- status ----------------------------------------------------------------------------------------
 
 
 def status(few: Path, many: Path) -> dict[str, object]:
-    """Wall time of the command, and what its statements did: the virtual machine's steps, and rows
-    of full scans.
+    """Return the wall time of the command, and the cost of its statements.
+
+    The cost is the number of virtual machine steps, and of rows read by full scans.
     """
     times: dict[str, list[float]] = {"few": [], "many": []}
     for _ in range(5):
@@ -258,11 +264,13 @@ def status(few: Path, many: Path) -> dict[str, object]:
     }
 
 
-def tell_status(s: dict[str, object], o: argparse.Namespace) -> str:
+def status_line(s: dict[str, object], o: argparse.Namespace) -> str:
     verdict = "reads counters" if s["reads_counters"] else "COUNTS"
     return (
-        f"status --json: {s['seconds']} s at {o.pending:,} pending, {s['seconds_few']} s at {o.few:,} (most of it Python's start);"
-        f" {s['steps']:,} and {s['steps_few']:,} steps of SQLite, {s['scanned_rows']:,} rows of tables without an index: {verdict}"
+        f"status --json: {s['seconds']} s at {o.pending:,} pending, {s['seconds_few']} s at"
+        f" {o.few:,} (most of it Python's start);"
+        f" {s['steps']:,} and {s['steps_few']:,} steps of SQLite, {s['scanned_rows']:,} rows of"
+        f" tables without an index: {verdict}"
     )
 
 
@@ -270,8 +278,9 @@ def tell_status(s: dict[str, object], o: argparse.Namespace) -> str:
 
 
 def work(directory: Path, hosts: int, seconds: float) -> tuple[Watched, int, float]:
-    """`penstock run` on what waits, against a small site; (its tree's memory over time, events that
-    ended, seconds it ran).
+    """Run `penstock run` on the waiting events, against a small site.
+
+    Return the memory of its tree over time, the events that ended, and the seconds it ran.
     """
     names = [address(i) for i in range(hosts)]
     refuse_taken(names[0], PORT)
@@ -317,14 +326,17 @@ def _successes(directory: Path) -> int:
     return int(total["success"])
 
 
-def tell_worker(w: Watched, done: int, seconds: float) -> str:
-    return f"run: {done:,} events in {seconds:.0f} s, start and drain included; tree's {_memory_line(w)}; PSS peak {w.pss:.0f} MB"
+def worker_line(w: Watched, done: int, seconds: float) -> str:
+    return (
+        f"run: {done:,} events in {seconds:.0f} s with start and drain, "
+        f"process tree {_memory_line(w)}, PSS peak {w.pss:.0f} MB"
+    )
 
 
 # -- the table -------------------------------------------------------------------------------------
 
 
-def tell_costs(costs: dict[int, Costs], o: argparse.Namespace) -> str:
+def cost_table(costs: dict[int, Costs], o: argparse.Namespace) -> str:
     rows = []
     for hosts, c in costs.items():
         for step in STEPS:
@@ -339,6 +351,7 @@ def tell_costs(costs: dict[int, Costs], o: argparse.Namespace) -> str:
             )
     head = ("CPU µs an event", f"{o.few:,} pending", f"{o.pending:,} pending", "ratio")
     return (
-        f"\nMedians of {o.slices} interleaved slices of 512 events; ratios within a pair of slices. claim = receive + admit + begin; bar {BAR}.\n\n"
+        f"\nMedians of {o.slices} interleaved slices of 512 events, ratios within a pair of "
+        f"slices. claim = receive + admit + begin, bar {BAR}.\n\n"
         f"{table(head, rows)}\n"
     )

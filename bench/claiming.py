@@ -1,5 +1,6 @@
-"""The measured part of `claim`: slices of receive, admit, begin and conclude on two stores in turn,
-through the product's own books. No command line here.
+"""Measured part of `claim`: slices of receive, admit, begin and conclude, on two stores in turn.
+
+It uses the ledger code of the product.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from penstock.ports import Accepted, Admitted, Delivery, End, PageMeta, Subscrip
 from penstock.rules.events import event_of
 from penstock.runtime.stores import Stores, open_stores
 
-RECEIVE, BEGIN, CONCLUDE = 256, 16, 128  # how many at a time, as a worker at full speed does
+RECEIVE, BEGIN, CONCLUDE = 256, 16, 128  # batch sizes, as of a worker at full speed
 SLICE = 2 * RECEIVE
-FRESH = 1_000_000_000  # numbers of URLs that no backlog has
+FRESH = 1_000_000_000  # first number of URLs that are not in a backlog
 STEPS = ("receive", "admit", "begin", "claim", "conclude")
 BODY = b"<p>a quiet kettle for a little kitchen</p>" * 50
 FIELDS = b'{"sku":"P-1","name":"Copper Lamp","price":"12.50"}'
@@ -33,7 +34,7 @@ FIELDS = b'{"sku":"P-1","name":"Copper Lamp","price":"12.50"}'
 
 @dataclass
 class Costs:
-    """CPU µs an event, of each slice, by step; slice i of `few` ran beside slice i of `many`."""
+    """CPU µs per event of each slice, by step. Slice i of `few` ran next to slice i of `many`."""
 
     few: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     many: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -54,8 +55,9 @@ class Costs:
 
 
 def opened(directory: Path) -> Stores:
-    """As a worker opens them in that directory: full durability, a pace that is kept and does not
-    bind, one file sink's outbox.
+    """Open the stores of that directory as a worker does.
+
+    With full durability, a rate limit that is never reached, and the outbox of one file sink.
     """
     stores = open_stores(config.load({"pace.rate": "100000"}, {}, directory).config, worker="bench")
     stores.with_settings(
@@ -67,7 +69,10 @@ def opened(directory: Path) -> Stores:
 def compare(
     few: Path, many: Path, *, slices: int, fresh: Callable[[int, int], Sequence[str]]
 ) -> Costs:
-    """`fresh(start, end)`: URLs by number, for what is accepted in the place of what was taken."""
+    """Measure both backlogs.
+
+    `fresh(start, end)` returns new URLs by number, which replace the events that were taken.
+    """
     return asyncio.run(_compare(few, many, slices, fresh))
 
 
@@ -86,13 +91,13 @@ async def _compare(
         for i in range(slices + 1):
             for (stores, into), subscription in zip(sides, subscriptions, strict=True):
                 measured = await _slice(stores, subscription)
-                if i:  # the first one warms
+                if i:  # the first slice is the warm-up
                     for step, us in measured.items():
                         into[step].append(us)
                 more = [
                     event_of(url, id_=new_id())
                     for url in fresh(FRESH + i * SLICE, FRESH + (i + 1) * SLICE)
-                ]  # so that as many wait as before
+                ]  # keeps the size of the backlog
                 assert await stores.lifecycle.accept(more) == [Accepted.NEW] * SLICE
     finally:
         for stores, _ in sides:
@@ -104,10 +109,10 @@ async def _slice(stores: Stores, subscription: Subscription) -> dict[str, float]
     spent = dict.fromkeys(STEPS, 0.0)
     done = 0
     while done < SLICE:
-        t0 = time.process_time()  # of all threads: commits run on one of their own
+        t0 = time.process_time()  # of all threads, because commits run on a separate thread
         got = await subscription.receive(min(RECEIVE, SLICE - done), 0.1)
         t1 = time.process_time()
-        assert got, "what waits can be received: nothing binds"
+        assert got, "waiting events can be received: no limit is reached"
         pairs: list[tuple[Delivery, Event | BadEnvelope]] = [(d, decode_event(d.body)) for d in got]
         t2 = time.process_time()
         admitted = await stores.admission.admit(pairs, fetches=True)
@@ -142,8 +147,8 @@ async def _slice(stores: Stores, subscription: Subscription) -> dict[str, float]
 
 
 def _end(d: Delivery, e: Event, a: Admitted, fence: int | None) -> tuple[End, tuple[str, bytes]]:
-    assert a.verdict == "go", "every URL is asked for once"
-    assert fence is not None, "nobody else holds it"
+    assert a.verdict == "go", "each URL is requested once"
+    assert fence is not None, "no other worker holds it"
     body = BODY + e.url.encode()
     page = page_id(body)
     meta = PageMeta(
@@ -164,8 +169,16 @@ def _end(d: Delivery, e: Event, a: Admitted, fence: int | None) -> tuple[End, tu
     )
     return (
         End(
-            event=e, row=a.row, delivery=d, fence=fence, outcome="success", meta=meta, records=[record], extractors="product@1",
-            response_status=200, response_hash=page,
+            event=e,
+            row=a.row,
+            delivery=d,
+            fence=fence,
+            outcome="success",
+            meta=meta,
+            records=[record],
+            extractors="product@1",
+            response_status=200,
+            response_hash=page,
         ),
         (page, body),
-    )  # fmt: skip
+    )

@@ -1,6 +1,4 @@
-"""What every bench shares: its errors, its scratch directory, pinning, running a contender while
-its process tree is watched, and the table at the end.
-"""
+"""Shared code of all benches: errors, scratch directory, pinning, measured processes, tables."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ TICK = os.sysconf("SC_CLK_TCK")
 
 
 class BenchError(Exception):
-    """Ends the bench with a sentence and a next step."""
+    """Ends the bench with a message and a hint."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -37,8 +35,9 @@ def say(text: str) -> None:
 
 
 def cache() -> Path:
-    """Environments of the peers, the site and scratch: outside the clone, on a real disk (a file
-    system in memory would make every sync free).
+    """Return the directory of the peers' environments, of the site and of scratch files.
+
+    It is outside the clone, on a real disk: on a file system in memory, a sync would cost nothing.
     """
     base = os.environ.get("BENCH_CACHE") or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "penstock-bench"
@@ -49,7 +48,7 @@ def cache() -> Path:
 
 
 def clean_environment(**more: str) -> dict[str, str]:
-    """A developer's own settings must not decide a figure."""
+    """Return the environment without the developer's settings, which could change a figure."""
     kept = {
         k: v
         for k, v in os.environ.items()
@@ -59,8 +58,9 @@ def clean_environment(**more: str) -> dict[str, str]:
 
 
 def pin(cores: set[int], nice: int = 0) -> Callable[[], None]:
-    """For `preexec_fn`: these cores for the whole tree, and a session of its own, whose priority
-    Linux's autogroups then heed.
+    """Return a `preexec_fn` that pins the process tree to these cores.
+
+    It also starts a separate session: with autogroups, Linux applies the priority per session.
     """
 
     def apply() -> None:
@@ -72,13 +72,13 @@ def pin(cores: set[int], nice: int = 0) -> Callable[[], None]:
                     f.write(str(nice))
                 os.nice(nice)
             except OSError:
-                pass  # not root, or no autogroups: plain scheduling
+                pass  # not root, or no autogroups: keep the default priority
 
     return apply
 
 
 def refuse_taken(host: str, port: int) -> None:
-    """Two benches at once would measure each other."""
+    """Raise BenchError if the port is in use. Two benches at a time would disturb each other."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -108,7 +108,7 @@ def _tree(root: int) -> list[int]:
 
 
 def cpu(pid: int) -> float:
-    """Seconds of CPU of a process and of the children it has waited for."""
+    """Return the CPU seconds of a process and of the children that it has waited for."""
     try:
         with open(f"/proc/{pid}/stat") as f:
             fields = f.read().rpartition(")")[2].split()
@@ -118,7 +118,7 @@ def cpu(pid: int) -> float:
 
 
 def _memory(pid: int) -> tuple[float, float]:
-    """(PSS, RSS) in MB."""
+    """Return PSS and RSS in MB."""
     pss = rss = 0.0
     try:
         with open(f"/proc/{pid}/smaps_rollup") as f:
@@ -134,15 +134,16 @@ def _memory(pid: int) -> tuple[float, float]:
 
 @dataclass
 class Watched:
-    """What a run left behind: how it ended, and its tree's CPU and memory over time (epoch
-    seconds).
+    """Result of a run: exit code and output, and CPU and memory of its process tree over time.
+
+    Times are epoch seconds.
     """
 
     code: int = 0
     out: str = ""
     err: str = ""
     cpu: list[tuple[float, float]] = field(default_factory=list)
-    memory: list[tuple[float, float, float]] = field(default_factory=list)  # at, PSS, RSS
+    memory: list[tuple[float, float, float]] = field(default_factory=list)  # time, PSS, RSS
 
     def cpu_between(self, start: float, end: float) -> float:
         return self._cpu_at(end) - self._cpu_at(start)
@@ -179,8 +180,9 @@ def watch(
     stop_after: float | None = None,
     stop_when: Callable[[], bool] | None = None,
 ) -> Watched:
-    """Run it pinned, sampling its tree from the bench's own core. It gets a SIGTERM after so many
-    seconds, or when it has got so far.
+    """Run a pinned command, and sample its process tree from the bench's own core.
+
+    It gets a SIGTERM after `stop_after` seconds, or when `stop_when` returns True.
     """
     w = Watched()
     with open(cwd / "stdout.txt", "w+") as out, open(cwd / "stderr.txt", "w+") as err:
@@ -232,11 +234,10 @@ def _sample(w: Watched, root: int, ended: threading.Event, every: float) -> None
     while not ended.is_set():
         pids = _tree(root)
         total = sum(map(cpu, pids))
-        if (
-            not w.cpu or total >= w.cpu[-1][1]
-        ):  # a child between its end and its parent's wait is missing for a moment
+        # A child that has ended, but was not yet waited for, is missing in the total.
+        if not w.cpu or total >= w.cpu[-1][1]:
             w.cpu.append((time.time(), total))
-        if beats % 4 == 0:  # dearer to read than the clock
+        if beats % 4 == 0:  # memory costs more to read than CPU time
             each = [_memory(pid) for pid in pids]
             w.memory.append((time.time(), sum(p for p, _ in each), sum(r for _, r in each)))
         beats += 1
@@ -244,12 +245,12 @@ def _sample(w: Watched, root: int, ended: threading.Event, every: float) -> None
 
 
 def server_url(name: str) -> str:
-    """Of a server that is running when this returns."""
+    """Start the server if necessary, and return its URL."""
     dev = BENCH.parent / "dev"
     if subprocess.run(
         [dev, "services", "up", name], check=False, stdout=subprocess.DEVNULL
     ).returncode:
-        raise BenchError(f"{name} did not start", f"./dev services up {name} says why")
+        raise BenchError(f"{name} did not start", f"run ./dev services up {name} for the reason")
     return subprocess.run(
         [dev, "services", "url", name], check=True, capture_output=True, text=True
     ).stdout.strip()
@@ -264,11 +265,11 @@ def stop_server(name: str) -> None:
     )
 
 
-# -- telling ---------------------------------------------------------------------------------------
+# -- output ----------------------------------------------------------------------------------------
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Plain columns: the first to the left, the others to the right."""
+    """Format a text table. The first column is aligned left, the others right."""
     cells = [[str(c) for c in row] for row in [head, *rows]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     lines = [
@@ -294,7 +295,10 @@ def machine() -> str:
             )
     except OSError:
         pass
-    return f"{os.cpu_count()} x {model or 'unknown CPU'}, Python {sys.version.split()[0]}, load {os.getloadavg()[0]:.1f}"
+    return (
+        f"{os.cpu_count()} x {model or 'unknown CPU'}, Python {sys.version.split()[0]}, load"
+        f" {os.getloadavg()[0]:.1f}"
+    )
 
 
 def last_json(text: str) -> dict[str, object]:

@@ -1,6 +1,4 @@
-"""Who takes part in `pages`: how each is started, when its clock runs, and what it must have left
-behind for its figure to count.
-"""
+"""Contenders of `pages`: how each is started, its measured time, and the checks of its result."""
 
 from __future__ import annotations
 
@@ -40,10 +38,9 @@ class Job:
     nice: int = 0
     tls: bool = False
     workers: int = 1
-    every: float = 0.05  # seconds between looks at its tree
-    late: bool = (
-        False  # Penstock also looks for what comes last in a page, and so has to parse all of it
-    )
+    every: float = 0.05  # seconds between two samples of its process tree
+    # Penstock also reads the last element of a page, so that it must parse the whole page.
+    late: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,7 @@ class Result:
 
     @property
     def share(self) -> float:
-        """Of one core: near 1 says that the contender had its core to itself and used it."""
+        """Share of one core. Near 1 means that no other process used the contender's core."""
         return self.cpu / self.seconds
 
 
@@ -72,10 +69,10 @@ class Result:
 class Contender:
     name: str
     run: Callable[[Job], Result]
-    slow: bool = True  # gets --peer-n pages: its rate does not depend on how many there are
+    slow: bool = True  # gets --peer-n pages, because its rate does not depend on their number
     workers: int = 1  # and as many cores
-    beside_site: bool = False  # the site shares its cores
-    tls: bool = True  # can be told to trust the site's certificate
+    shares_site_cores: bool = False  # the site shares its cores
+    tls: bool = True  # can be configured to trust the site's certificate
 
 
 def fresh(name: str) -> Path:
@@ -90,7 +87,7 @@ def write_urls(file: Path, job: Job) -> None:
 
 
 def check_rows(file: Path, n: int, who: str) -> None:
-    """One row for every page, with all five fields; else the figure means nothing."""
+    """Raise BenchError unless each page has one row with all five fields."""
     seen = set()
     rows = 0
     with open(file, encoding="utf-8") as f:
@@ -116,8 +113,10 @@ def check_ended(w: Watched, who: str) -> None:
 
 
 def penstock_environment(job: Job, *, isolation: str) -> dict[str, str]:
-    """As a user runs it: full durability, books, claims, robots.txt obeyed, pace kept (at a rate
-    that does not bind), every page kept.
+    """Return the settings of a normal user.
+
+    They are full durability, ledger, claims, robots.txt, stored pages, and a rate limit that is
+    never reached.
     """
     port = TLS_PORT if job.tls else PORT
     more = {"SSL_CERT_FILE": str(cache() / "cert.pem")} if job.tls else {}
@@ -132,7 +131,7 @@ def penstock_environment(job: Job, *, isolation: str) -> dict[str, str]:
 
 
 def penstock_commands(job: Job) -> tuple[list[str], list[str]]:
-    """(push, run)"""
+    """Return the commands `push` and `run`."""
     cli = [sys.executable, "-m", "penstock.cli.main"]
     pipeline = BENCH / ("pipeline_late.py" if job.late else "pipeline.py")
     return [*cli, "push", "-f", "urls.txt"], [
@@ -148,22 +147,23 @@ def penstock_commands(job: Job) -> tuple[list[str], list[str]]:
 def penstock_prepared(
     job: Job, name: str, isolation: str, broker: str = ""
 ) -> tuple[Path, dict[str, str], list[str]]:
-    """A fresh directory whose books hold the whole job; (directory, environment, command that works
-    it off).
+    """Make a new directory whose ledger has all events of the job.
+
+    Return the directory, the environment, and the command that processes the events.
     """
     directory = fresh(name)
     write_urls(directory / "urls.txt", job)
     env = penstock_environment(job, isolation=isolation)
     if broker:
         state = directory / ".penstock"
-        books = f"sqlite:{state}/penstock.db"
+        ledger = f"sqlite:{state}/penstock.db"
         env |= {
             "PENSTOCK_BROKER_URL": server_url(broker),
             "PENSTOCK_NAMESPACE": f"bench{os.urandom(4).hex()}",
         }
         env |= {
-            "PENSTOCK_LEDGER_URL": books,
-            "PENSTOCK_CLAIMS_URL": books,
+            "PENSTOCK_LEDGER_URL": ledger,
+            "PENSTOCK_CLAIMS_URL": ledger,
             "PENSTOCK_PAGES_URL": f"file:{state}/pages",
         }
     push, run = penstock_commands(job)
@@ -173,8 +173,9 @@ def penstock_prepared(
 
 
 def penstock(isolation: str, broker: str = "") -> Callable[[Job], Result]:
-    """On the embedded broker, or on a server; books, claims and pages are the embedded ones in
-    both.
+    """Return the contender with the embedded broker, or with the broker on a server.
+
+    Ledger, claims and pages are always embedded.
     """
 
     def run(job: Job) -> Result:
@@ -194,25 +195,27 @@ def penstock(isolation: str, broker: str = "") -> Callable[[Job], Result]:
 
 
 def penstock_span(directory: Path, n: int, who: str) -> tuple[float, float]:
-    """From the ledger: when the first event was dispatched to its fetch; and the later of the last
-    success and the last write of the sink's file.
+    """Return the start and the end of the run, from the ledger.
 
-    Also proves that every event is a success of one start, and that every page is in the page
-    store.
+    The start is the dispatch of the first event. The end is the last success, or the last write of
+    the sink's file if that is later. Also checks that each event succeeded with one start, and that
+    each page is stored.
     """
     db = apsw.Connection(
         str(directory / ".penstock" / "penstock.db"), flags=apsw.SQLITE_OPEN_READONLY
     )
     try:
         total, good, starts, first, last = db.execute(
-            "SELECT count(*), sum(status='success'), sum(starts), min(dispatched_at), max(finished_at) FROM event"
+            "SELECT count(*), sum(status='success'), sum(starts), min(dispatched_at),"
+            " max(finished_at) FROM event"
         ).fetchall()[0]
         pages = db.execute("SELECT count(*) FROM page").fetchall()[0][0]
     finally:
         db.close()
     if (total, good, starts, pages) != (n, n, n, n):
         raise BenchError(
-            f"{who}: {n} pages were asked for; the books hold {total} events, {good} successes, {starts} starts and {pages} stored pages"
+            f"{who}: {n} pages were requested, but the ledger has {total} events, "
+            f"{good} successes, {starts} starts and {pages} stored pages"
         )
     return first, max(last, (directory / OUT).stat().st_mtime)
 
@@ -280,11 +283,12 @@ def on_brokers(names: Sequence[str]) -> tuple[Contender, ...]:
 
 
 def scaling(workers: int) -> tuple[Contender, Contender]:
-    """One worker on one core and `workers` on as many; in both the site shares those cores, so that
-    each core has the same to do.
+    """Return two contenders: one worker on one core, and `workers` on as many cores.
+
+    The site shares these cores in both, so that each core has the same work.
     """
     run = penstock("process")
     return (
-        Contender(ALONE, run, slow=False, beside_site=True),
-        Contender(f"{workers} workers", run, slow=False, beside_site=True, workers=workers),
+        Contender(ALONE, run, slow=False, shares_site_cores=True),
+        Contender(f"{workers} workers", run, slow=False, shares_site_cores=True, workers=workers),
     )

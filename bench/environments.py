@@ -1,6 +1,4 @@
-"""The peers' own environments: one virtual environment each, made from the pinned list beside this
-file and kept in the cache.
-"""
+"""Virtual environments of the peers, in the cache. Each is made from its pinned list."""
 
 from __future__ import annotations
 
@@ -13,7 +11,10 @@ from common import BENCH, BenchError, cache, say
 
 
 def python_of(name: str) -> Path:
-    """The interpreter of the peer's environment, made (again) when its list or our Python changed."""
+    """Return the interpreter of the peer's environment.
+
+    The environment is made again if its list or the Python version has changed.
+    """
     wanted = f"{sys.version}\n{(BENCH / 'requirements' / (name + '.txt')).read_text()}"
     directory = cache() / "venvs" / name
     stamp, python = directory / "stamp", directory / "bin" / "python"

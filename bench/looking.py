@@ -1,6 +1,4 @@
-"""What `status` makes SQLite do, told by SQLite itself: virtual machine steps, rows of full scans,
-and the tables that its plans scan.
-"""
+"""Cost of `status` in SQLite: virtual machine steps, rows of full scans, and scanned tables."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from penstock.cli.status import document, look
 from penstock.config import files as config
 from penstock.runtime.stores import open_stores
 
-SCAN = re.compile(r"SCAN (\w+)$")  # without an index
+SCAN = re.compile(r"SCAN (\w+)$")  # a scan without an index
 
 
 @dataclass
@@ -27,7 +25,7 @@ class Steps:
 
 
 def steps_of_status(directory: Path) -> Steps:
-    """The same code as the command runs, with every statement traced."""
+    """Run the code of the command, with a trace of each statement."""
     stores = open_stores(config.load({}, {}, directory).config, create=False, inline=True)
     found = Steps()
 
@@ -37,7 +35,7 @@ def steps_of_status(directory: Path) -> Steps:
         found.scanned += status["SQLITE_STMTSTATUS_FULLSCAN_STEP"]
         found.statements.append(event["sql"])
 
-    connection = stores.db._writer  # inline: it reads there too
+    connection = stores.db._writer  # an inline store also reads with this connection
     try:
         connection.trace_v2(apsw.SQLITE_TRACE_PROFILE, seen)
         document(*look(stores))

@@ -1,5 +1,6 @@
-"""`pages`: how many product pages a second one core turns into rows, against the peers, in
-interleaved repetitions of the same job.
+"""`pages`: measures the product pages a second that one core turns into rows, against the peers.
+
+The repetitions of the contenders are interleaved.
 """
 
 from __future__ import annotations
@@ -56,14 +57,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--brokers",
         default="",
-        help="also on these servers, e.g. redis,kafka: what a worker spends on a page there, against the embedded one",
+        help="also measure the CPU of a page with these brokers, e.g. redis,kafka",
     )
     parser.add_argument("--tls", action="store_true", help="over TLS")
     parser.add_argument("--gzip", action="store_true", help="the site answers gzipped")
     parser.add_argument(
         "--late",
         action="store_true",
-        help="Penstock also reads a link at the very end of each page, so that no page is parsed only in part",
+        help="Penstock also reads a link at the end of each page, so that it parses whole pages",
     )
     parser.add_argument(
         "--nice",
@@ -80,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
         )
     if not 1 <= o.workers <= (os.cpu_count() or 1):
         raise BenchError(
-            f"--workers {o.workers}: each needs a core of its own, and there are {os.cpu_count()}"
+            f"--workers {o.workers}: each needs its own core, and there are {os.cpu_count()}"
         )
     contenders = [
         c
@@ -98,7 +99,7 @@ def main(arguments: Sequence[str]) -> int:
         for name in o.brokers.split(","):
             if name:
                 stop_server(name)
-    print(tell(contenders, results, o))
+    print(report(contenders, results, o))
     if o.json:
         print(json.dumps(summary(contenders, results, o)))
     return 0
@@ -113,11 +114,12 @@ def chosen(o: argparse.Namespace) -> list[Contender]:
     ]
     if o.all and redis_server() is None:
         say(
-            "scrapy-redis is left out: redis-server was not found (Debian/Ubuntu: sudo apt install redis-server)"
+            "scrapy-redis is left out: redis-server was not found "
+            "(Debian/Ubuntu: sudo apt install redis-server)"
         )
         found = [c for c in found if c.name != "scrapy-redis"]
     if o.tls and not all(c.tls for c in found):
-        say("Crawlee is left out: its client takes no certificate of our own")
+        say("Crawlee is left out: its client does not accept a private certificate")
         found = [c for c in found if c.tls]
     return found
 
@@ -128,18 +130,17 @@ def compete(contenders: Sequence[Contender], o: argparse.Namespace) -> dict[str,
     site = cache() / "site"
     make_site(site, max(o.n * max(c.workers for c in contenders), peer_n))
     say(f"{machine()}; pages of {mean_size(site, o.n) / 1000:.0f} kB on average")
-    os.sched_setaffinity(0, {SERVER_CORE})  # the bench itself must not sit on the contender's core
+    os.sched_setaffinity(0, {SERVER_CORE})  # the bench must not run on the contender's core
     with serving(
         cache() / "nginx", site, core=SERVER_CORE, tls=o.tls, compressed=o.gzip, nice=o.nice
     ) as server:
         for rep in range(o.reps):
             for c in contenders:
                 cores = frozenset(range(c.workers)) if c.workers > 1 else frozenset({CLIENT_CORE})
-                os.sched_setaffinity(server, cores if c.beside_site else {SERVER_CORE})
-                every = (
-                    0.2 if c.beside_site else 0.05
-                )  # looking costs: there the bench sits on a worker's core
-                n = peer_n if c.slow else o.n * c.workers  # so that every worker has as much to do
+                os.sched_setaffinity(server, cores if c.shares_site_cores else {SERVER_CORE})
+                # With a shared core the bench runs on a worker's core, so it samples less often.
+                every = 0.2 if c.shares_site_cores else 0.05
+                n = peer_n if c.slow else o.n * c.workers  # each worker gets the same number
                 r = c.run(
                     Job(
                         n=n,
@@ -153,13 +154,14 @@ def compete(contenders: Sequence[Contender], o: argparse.Namespace) -> dict[str,
                 )
                 results[c.name].append(r)
                 say(
-                    f"{rep + 1}/{o.reps} {c.name}: {r.rate:,.0f} pages/s, {r.cpu_us:,.0f} µs of CPU a page, {r.share:.0%} of a core, {r.pss:.0f} MB"
+                    f"{rep + 1}/{o.reps} {c.name}: {r.rate:,.0f} pages/s, {r.cpu_us:,.0f} µs of"
+                    f" CPU a page, {r.share:.0%} of a core, {r.pss:.0f} MB"
                 )
     return results
 
 
 def ratios(results: dict[str, list[Result]], name: str) -> list[float]:
-    """To Scrapy in the same repetition: what disturbs one disturbs the other."""
+    """Return the ratios to Scrapy in the same repetition, in which both are disturbed alike."""
     return [
         mine.rate / scrapy.rate
         for mine, scrapy in zip(results.get(name, []), results.get(SCRAPY, []), strict=False)
@@ -176,9 +178,7 @@ def cpu_ratios(results: dict[str, list[Result]], name: str) -> list[float]:
 def scalings(
     contenders: Sequence[Contender], results: dict[str, list[Result]]
 ) -> tuple[float, float]:
-    """(pages a second of all workers against one, the same by CPU: as many times what one spends on
-    a page against what they spend)
-    """
+    """Return the speed-up of several workers, by pages a second and by CPU of a page."""
     several = [c for c in contenders if c.workers > 1]
     if not several or ALONE not in results:
         return 0.0, 0.0
@@ -189,8 +189,9 @@ def scalings(
 
 
 def against_embedded(results: dict[str, list[Result]]) -> dict[str, float]:
-    """CPU of a page on a server's broker, as a multiple of what it is on the embedded one in the
-    same repetition.
+    """Return the CPU of a page with a server's broker, as a multiple of the embedded broker's.
+
+    Both are from the same repetition.
     """
     found = {
         name: list(zip(r, results.get(ISOLATED, []), strict=False))
@@ -205,7 +206,7 @@ def against_embedded(results: dict[str, list[Result]]) -> dict[str, float]:
     }
 
 
-def tell(
+def report(
     contenders: Sequence[Contender], results: dict[str, list[Result]], o: argparse.Namespace
 ) -> str:
     rows = []
@@ -239,12 +240,19 @@ def tell(
         "peak PSS MB",
     )
     variant = " over TLS" * o.tls + ", gzipped" * o.gzip + ", every page parsed to its end" * o.late
-    text = f"\nOne core{variant}; medians of {o.reps} interleaved repetitions; ratios within a repetition.\n\n{table(head, rows)}\n"
+    text = (
+        f"\nOne core{variant}. Medians of {o.reps} interleaved repetitions, "
+        "ratios within a repetition.\n\n"
+        f"{table(head, rows)}\n"
+    )
     for name, ratio in against_embedded(results).items():
         text += f"\n{name}: {ratio:.2f} times the CPU of the embedded broker\n"
     by_rate, by_cpu = scalings(contenders, results)
     if by_rate:
-        text += f"\n{o.workers} workers on {o.workers} cores against one on one, the site on the same cores in both: {by_rate:.2f} ({by_cpu:.2f} by CPU)\n"
+        text += (
+            f"\n{o.workers} workers on {o.workers} cores against one on one, the site on the"
+            f" same cores in both: {by_rate:.2f} ({by_cpu:.2f} by CPU)\n"
+        )
     return text
 
 

@@ -1,4 +1,4 @@
-"""The job as a user of Penstock writes it: five fields of a product page, one line each."""
+"""Job as a user of Penstock writes it: five fields of a product page, one line each."""
 
 from collections.abc import Iterator
 

@@ -1,5 +1,6 @@
-"""The job of pipeline.py and one field more, from the last line of the page: it cannot be answered
-before all of it is parsed.
+"""Job of `pipeline`, with one more field from the last line of the page.
+
+So the whole page must be parsed.
 """
 
 from collections.abc import Iterator

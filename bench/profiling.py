@@ -1,6 +1,4 @@
-"""`profile`: where the time of one Penstock run goes, by thread, by module and by function, from
-py-spy's samples.
-"""
+"""`profile`: measures the time of one run by thread, module and function, with py-spy or perf."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from environments import python_of
 from target import make_site, serving
 
 SERVER_CORE, CLIENT_CORE = 0, 1
-LIBRARIES = {  # file names that say little
+LIBRARIES = {  # file names that do not show the library
     "__init__": "apsw (SQLite)",
     "_html": "turbohtml",
     "backend_c": "zstandard",
@@ -40,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--isolated",
         action="store_true",
-        help="extraction in a child, as by default; else in process",
+        help="extract in a child, as by default, instead of in process",
     )
     parser.add_argument(
         "--native", action="store_true", help="name C functions too (slower, finer)"
@@ -74,7 +72,8 @@ def main(arguments: Sequence[str]) -> int:
     by = shares(stacks)
     print(heading(o, cpu_us, rate))
     print(
-        "µs: a table's share of that. A library's time counts for the Penstock function that called it, except in the last table.\n"
+        "µs: a table's share of that. A library's time counts for the Penstock function that"
+        " called it, except in the last table.\n"
     )
     tables = [("thread", "thread", 20), ("module of Penstock", "module", 40)]
     tables += [
@@ -106,16 +105,19 @@ def main(arguments: Sequence[str]) -> int:
 
 def heading(o: argparse.Namespace, cpu_us: float, rate: float) -> str:
     where = "in a child" if o.isolated else "in process"
-    return f"\n{machine()}\n{o.n} pages, extraction {where}, while being sampled: {rate:,.0f} pages/s, {cpu_us:,.0f} µs of CPU a page"
+    return (
+        f"\n{machine()}\n{o.n} pages, extraction {where}, while being sampled: {rate:,.0f}"
+        f" pages/s, {cpu_us:,.0f} µs of CPU a page"
+    )
 
 
 def sampled(
     o: argparse.Namespace, sampler: Callable[[int, Path], list[str]]
 ) -> tuple[Path, float, float, str]:
-    """One run with a sampler attached as soon as the worker has opened its store; (directory, µs of
-    CPU a page, pages/s, what the sampler said).
+    """Run Penstock, with a sampler that starts when the worker has opened its store.
 
-    The sampler stays on the site's core: as the worker's parent it would share the worker's.
+    Return the directory, the CPU µs of a page, the pages a second, and the sampler's output. The
+    sampler runs on the site's core. As the worker's parent, it would share the worker's core.
     """
     directory, env, command = penstock_prepared(
         Job(n=o.n, cores=frozenset({CLIENT_CORE})), "profile", "process" if o.isolated else "none"
@@ -142,10 +144,10 @@ def sampled(
     check_ended(w, "penstock")
     check_rows(directory / OUT, o.n, "penstock")
     start, end = penstock_span(directory, o.n, "penstock")
-    said = (
+    output = (
         (directory / "sampler.txt").read_text().strip()[-400:] if attached else "it never attached"
     )
-    return directory, w.cpu_between(start, end) / o.n * 1e6, o.n / (end - start), said
+    return directory, w.cpu_between(start, end) / o.n * 1e6, o.n / (end - start), output
 
 
 def record(spy: Path, o: argparse.Namespace) -> tuple[list[tuple[list[str], int]], float, float]:
@@ -160,22 +162,21 @@ def record(spy: Path, o: argparse.Namespace) -> tuple[list[tuple[list[str], int]
             "--output",
             str(directory / "stacks.txt"),
         ]
-        options += (
-            ["--native"] if o.native else ["--nonblocking"]
-        )  # without pausing it: what waits is then told from what works
+        # Without pausing the process, the sampler can distinguish waiting threads from busy ones.
+        options += ["--native"] if o.native else ["--nonblocking"]
         return [str(spy), "record", "--pid", str(pid), *options, *["--subprocesses"] * o.isolated]
 
-    directory, cpu_us, rate, said = sampled(o, command)
+    directory, cpu_us, rate, output = sampled(o, command)
     raw = directory / "stacks.txt"
     if not raw.exists():
         raise BenchError(
-            f"py-spy left no samples: {said}",
+            f"py-spy left no samples: {output}",
             "it needs the right to trace: run as root, or set kernel.yama.ptrace_scope to 0",
         )
     stacks = []
     for line in raw.read_text().splitlines():
         frames, _, count = line.rpartition(" ")
-        if "importlib" not in frames:  # start-up
+        if "importlib" not in frames:  # skips the start-up
             stacks.append((frames.split(";"), int(count)))
     return stacks, cpu_us, rate
 
@@ -186,7 +187,7 @@ def with_perf(o: argparse.Namespace) -> int:
             "perf was not found",
             "install it (Debian: apt install linux-perf), or leave --perf away",
         )
-    directory, cpu_us, rate, said = sampled(
+    directory, cpu_us, rate, output = sampled(
         o,
         lambda pid, d: [
             "perf",
@@ -202,7 +203,7 @@ def with_perf(o: argparse.Namespace) -> int:
     )
     if not (directory / "perf.data").exists():
         raise BenchError(
-            f"perf left no samples: {said}",
+            f"perf left no samples: {output}",
             "it needs the right to: run as root, or set kernel.perf_event_paranoid to 1",
         )
     print(heading(o, cpu_us, rate) + "\n")
@@ -243,7 +244,7 @@ def with_perf(o: argparse.Namespace) -> int:
 
 
 def _started(directory: Path) -> int:
-    """The worker's pid, once it has opened its store (its lock file is named after it)."""
+    """Return the worker's pid from the name of its lock file, when it has opened its store."""
     workers = directory / ".penstock" / "workers"
     for file in workers.iterdir() if workers.is_dir() else ():
         for part in file.name.split("-"):
@@ -272,9 +273,7 @@ def shares(stacks: Sequence[tuple[Sequence[str], int]]) -> dict[str, Counter[str
 
 
 def _ours(frames: Sequence[str]) -> tuple[str, str]:
-    """The innermost frame of Penstock's (or of the pipeline's) and, where none is, what runs
-    instead.
-    """
+    """Return the innermost frame of Penstock or of the pipeline, or else of other code."""
     for frame in reversed(frames):
         m = FRAME.match(frame)
         if m is None:

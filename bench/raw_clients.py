@@ -1,5 +1,6 @@
-"""Each client library by itself: a batch is published and confirmed, taken and acknowledged, with
-nothing of ours in between. For `bench brokers`.
+"""Client libraries without Penstock, for `bench brokers`.
+
+A batch is published, confirmed, received and acknowledged.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ def _name() -> str:
 
 @asynccontextmanager
 async def sqlite(url: str, scratch: Path, body: bytes) -> AsyncIterator[Turn]:
-    """A table, a lease column, full durability: three transactions a batch, as ours."""
+    """Use a table with a lease column and full durability: three transactions a batch."""
     import apsw
 
     db = apsw.Connection(str(scratch / f"{_name()}.db"))
     db.execute("PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL")
     db.execute(
-        "CREATE TABLE q(n INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT, key TEXT, body BLOB, lease REAL NOT NULL DEFAULT 0)"
+        "CREATE TABLE q(n INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT, key TEXT, body BLOB, lease"
+        " REAL NOT NULL DEFAULT 0)"
     )
 
     async def turn(n: int) -> None:
@@ -50,20 +52,25 @@ async def sqlite(url: str, scratch: Path, body: bytes) -> AsyncIterator[Turn]:
 
 @asynccontextmanager
 async def postgres(url: str, scratch: Path, body: bytes) -> AsyncIterator[Turn]:
-    """A table and SKIP LOCKED: three transactions a batch, each one statement."""
+    """Use a table and SKIP LOCKED: three transactions a batch, each with one statement."""
     import psycopg
 
     table = _name()
     db = psycopg.connect(url, autocommit=True)
     db.execute(
-        f"CREATE TABLE {table}(n BIGSERIAL PRIMARY KEY, id TEXT, key TEXT, body BYTEA, lease DOUBLE PRECISION NOT NULL DEFAULT 0)"
+        f"CREATE TABLE {table}(n BIGSERIAL PRIMARY KEY, id TEXT, key TEXT, body BYTEA, lease"
+        f" DOUBLE PRECISION NOT NULL DEFAULT 0)"
     )
-    lease = f"UPDATE {table} SET lease=1 WHERE n IN (SELECT n FROM {table} WHERE lease=0 ORDER BY n LIMIT %s FOR UPDATE SKIP LOCKED) RETURNING n, id, key, body"
+    lease = (
+        f"UPDATE {table} SET lease=1 WHERE n IN (SELECT n FROM {table} WHERE lease=0"
+        f" ORDER BY n LIMIT %s FOR UPDATE SKIP LOCKED) RETURNING n, id, key, body"
+    )
 
     async def turn(n: int) -> None:
         rows = ([f"{i:032x}" for i in range(n)], [f"h{i % 50}.test" for i in range(n)], [body] * n)
         db.execute(
-            f"INSERT INTO {table}(id, key, body) SELECT * FROM unnest(%s::text[], %s::text[], %s::bytea[])",
+            f"INSERT INTO {table}(id, key, body) SELECT *"
+            f" FROM unnest(%s::text[], %s::text[], %s::bytea[])",
             rows,
         )
         got = db.execute(lease, (n,)).fetchall()
@@ -133,7 +140,7 @@ async def rabbitmq(url: str, scratch: Path, body: bytes) -> AsyncIterator[Turn]:
 
 @asynccontextmanager
 async def kafka(url: str, scratch: Path, body: bytes) -> AsyncIterator[Turn]:
-    """A topic with as many partitions as ours has, and the same durability, lingering and fetching."""
+    """Use a topic with the partitions, durability, linger and fetch settings of Penstock."""
     import confluent_kafka
     from confluent_kafka.admin import AdminClient, NewTopic
 
@@ -162,7 +169,7 @@ async def kafka(url: str, scratch: Path, body: bytes) -> AsyncIterator[Turn]:
         confirmed += error is None
 
     async def turn(n: int) -> None:
-        """One answer for each message, and each message read: what whoever uses it has to do."""
+        """Wait for the confirmation of each message, and read each message, as a user must."""
         nonlocal confirmed
         confirmed = 0
         for i in range(n):
@@ -254,5 +261,10 @@ async def sqs(url: str, scratch: Path, body: bytes) -> AsyncIterator[Turn]:
 
 
 RAW: dict[str, Callable[[str, Path, bytes], AbstractAsyncContextManager[Turn]]] = {
-    "sqlite": sqlite, "postgres": postgres, "redis": redis, "rabbitmq": rabbitmq, "kafka": kafka, "sqs": sqs,
-}  # fmt: skip
+    "sqlite": sqlite,
+    "postgres": postgres,
+    "redis": redis,
+    "rabbitmq": rabbitmq,
+    "kafka": kafka,
+    "sqs": sqs,
+}

@@ -1,5 +1,6 @@
-"""A Redis of the bench's own for scrapy-redis: on the site's core, as a server elsewhere would be,
-and without its snapshots.
+"""Redis server of the bench, for scrapy-redis. It makes no snapshots.
+
+It runs on the site's core, not on the contender's, as a remote server would.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ REDIS_PORT = 8196
 
 
 def redis_server() -> str | None:
-    """Its path; installed where that is ours to decide (root, apt), None elsewhere."""
+    """Return the path of redis-server. Install it if possible (as root, with apt), else None."""
     found = shutil.which("redis-server")
     if found is None and os.geteuid() == 0 and shutil.which("apt-get"):
         say("installing redis-server with apt: scrapy-redis keeps its queue there")
@@ -40,11 +41,11 @@ def redis_server() -> str | None:
 
 @contextmanager
 def redis_serving(directory: Path, *, core: int) -> Iterator[int]:
-    """Empty, until the block ends; its port."""
+    """Run an empty server until the block ends. Yield its port."""
     server = redis_server()
     if server is None:
         raise BenchError(
-            "redis-server was not found; scrapy-redis needs it",
+            "redis-server was not found, and scrapy-redis needs it",
             "install it (Debian/Ubuntu: sudo apt install redis-server), then run this again",
         )
     command = [
@@ -68,7 +69,7 @@ def redis_serving(directory: Path, *, core: int) -> Iterator[int]:
             if process.poll() is not None:
                 raise BenchError(
                     f"redis-server ended with {process.returncode}",
-                    f"see {directory}/redis.log; is another benchmark running?",
+                    f"read {directory}/redis.log, and check that no other benchmark runs",
                 )
             try:
                 socket.create_connection(("127.0.0.1", REDIS_PORT), 0.2).close()

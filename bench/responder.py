@@ -1,5 +1,6 @@
-"""A site of any size in one small process: answers every path with a product page made from it.
-Started by `claim`, which needs no nginx.
+"""Web server that answers each path with a product page made from the path.
+
+`claim` starts it, so that it does not need nginx.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ import asyncio
 import sys
 
 _PAGE = (
-    '<!doctype html><title>{0}</title><h1 class="name">Lamp {0}</h1><span class="brand">Copper</span><p class="sku" data-sku="{0}">{0}</p>'
+    '<!doctype html><title>{0}</title><h1 class="name">Lamp {0}</h1><span'
+    ' class="brand">Copper</span><p class="sku" data-sku="{0}">{0}</p>'
     '<span class="price" content="12.50">12.50</span><div class="rating" data-value="4.5"></div>'
     + "<p>a quiet kettle for a little kitchen</p>"
     * 40

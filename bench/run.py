@@ -1,6 +1,4 @@
-"""`./dev bench NAME …`: finds the bench, and ends with a sentence and a next step when it cannot
-run.
-"""
+"""Command `./dev bench NAME …`: runs a bench, or prints an error and a hint."""
 
 from __future__ import annotations
 
@@ -19,11 +17,12 @@ BENCHES = {
     ),
     "claim": (
         "claim",
-        "what taking an event costs with a thousand and with a million waiting; `status` and memory then",
+        "cost of taking an event, with a thousand and with a million waiting, `status`, memory",
     ),
     "slow-host": (
         "slow_host",
-        "what a host that is asked once in ten seconds, with ten thousand events waiting, costs fifty others",
+        "cost of a host with a request in ten seconds and ten thousand events for fifty other"
+        " hosts",
     ),
     "brokers": ("brokers", "publish, lease and ack on each broker, against its raw client library"),
     "cdc": (
@@ -36,7 +35,7 @@ BENCHES = {
     ),
     "seed": (
         "seed_architecture",
-        "INSERT to fetch and INSERT to result row through Debezium, Kafka, Penstock, Kafka and the JDBC sink connector",
+        "INSERT to fetch, and to result row, through Debezium, Kafka, Penstock and the JDBC sink",
     ),
     "profile": ("profiling", "where the time of one Penstock run goes, by module and function"),
 }
@@ -48,7 +47,7 @@ def main() -> int:
         print("Usage: ./dev bench NAME [ARGS] [--json]\n")
         for known, (_, text) in BENCHES.items():
             print(f"  {known:<11}{text}")
-        print("\n./dev bench NAME --help says more.")
+        print("\nFor the options of a bench: ./dev bench NAME --help")
         return 0
     try:
         if name not in BENCHES:

@@ -1,5 +1,6 @@
-"""`seed`: from INSERT to the fetch and to the result row, through Debezium, Kafka, Penstock, Kafka
-and the JDBC sink connector, all of them real.
+"""`seed`: measures the time from INSERT to the fetch and to the result row.
+
+The row passes Debezium, Kafka, Penstock, Kafka and the JDBC sink connector, all of them real.
 """
 
 from __future__ import annotations
@@ -31,7 +32,11 @@ shop.sink("kafka://{broker}/{products}?key=sku", connect={sink!r})
 
 @shop.extract(match="*/p/*", key="sku")
 def product(page: Page):
-    yield {{"sku": page.css("[data-sku]::attr(data-sku)").get(), "title": page.css("h1::text").get(), "price": page.css(".price::text").get()}}
+    yield {{
+        "sku": page.css("[data-sku]::attr(data-sku)").get(),
+        "title": page.css("h1::text").get(),
+        "price": page.css(".price::text").get(),
+    }}
 """
 
 
@@ -59,15 +64,23 @@ def main(arguments: Sequence[str]) -> int:
     ]
     print("\n" + table(("INSERT to", "p50", "p95", "max", "bar (p95)"), rows), flush=True)
     within = found["fetch"]["p95"] < FETCH_BAR and found["row"]["p95"] < ROW_BAR
-    summary = {"bench": "seed", "machine": machine(), "rows": o.n, "rate": o.rate, "insert_to_fetch": found["fetch"], "insert_to_row": found["row"],
-               "bars": {"fetch_p95": FETCH_BAR, "row_p95": ROW_BAR}, "within_bar": within}  # fmt: skip
+    summary = {
+        "bench": "seed",
+        "machine": machine(),
+        "rows": o.n,
+        "rate": o.rate,
+        "insert_to_fetch": found["fetch"],
+        "insert_to_row": found["row"],
+        "bars": {"fetch_p95": FETCH_BAR, "row_p95": ROW_BAR},
+        "within_bar": within,
+    }
     if o.json:
         print(json.dumps(summary))
     return 0
 
 
 class Measured:
-    """One estate of two tables and two topics, with names of its own; all of it is gone at the end."""
+    """Two tables and two topics with unique names, which are removed at the end."""
 
     def __init__(self, scratch: Path, urls: dict[str, str], n: int) -> None:
         self.n, self.scratch, self.database, self.connect = (
@@ -110,10 +123,10 @@ class Measured:
         ]
         target = subprocess.Popen(web, stdout=subprocess.PIPE, text=True)
         assert target.stdout is not None
-        said = json.loads(target.stdout.readline())
+        site = json.loads(target.stdout.readline())
         env = clean_environment(
             PENSTOCK_CONNECT_URL=self.connect,
-            PENSTOCK_NET_ALLOW=f"127.0.0.1:{said['port']}",
+            PENSTOCK_NET_ALLOW=f"127.0.0.1:{site['port']}",
             PENSTOCK_PACE_RATE="unlimited",
         )
         penstock = [sys.executable, "-m", "penstock.cli.main"]
@@ -128,7 +141,7 @@ class Measured:
                 )
             say("the whole chain once, so that everything is open")
             sql.execute(
-                f"INSERT INTO {self.requests} (url) VALUES (%s)", (f"{said['url']}/p/{self.n}",)
+                f"INSERT INTO {self.requests} (url) VALUES (%s)", (f"{site['url']}/p/{self.n}",)
             )
             watcher = threading.Thread(target=self._watch, daemon=True)
             watcher.start()
@@ -140,7 +153,7 @@ class Measured:
                 time.sleep(max(0.0, began + i / rate - time.monotonic()))
                 inserted[f"/p/{i}"] = time.time()
                 sql.execute(
-                    f"INSERT INTO {self.requests} (url) VALUES (%s)", (f"{said['url']}/p/{i}",)
+                    f"INSERT INTO {self.requests} (url) VALUES (%s)", (f"{site['url']}/p/{i}",)
                 )
             self._until(self.n + 1, 60.0)
             fetched: dict[str, float] = {}
@@ -165,7 +178,7 @@ class Measured:
             self._clear(sql, penstock, env)
 
     def _watch(self) -> None:
-        """When a row can first be seen, to a hundredth of a second."""
+        """Record when each row can first be read, to a hundredth of a second."""
         with psycopg.connect(self.database, autocommit=True) as sql:
             while len(self.seen) <= self.n:
                 try:
@@ -188,7 +201,7 @@ class Measured:
                 log = (self.scratch / "run.log").read_text("utf-8", "replace")[-1500:]
                 raise BenchError(
                     f"{len(self.seen)} of {rows} rows after {seconds:.0f} s",
-                    f"what the worker said last: {log}",
+                    f"last output of the worker: {log}",
                 )
             time.sleep(0.02)
 

@@ -1,5 +1,6 @@
-"""`slow-host`: what a host that may be asked once in ten seconds, with ten thousand events waiting,
-costs fifty other hosts.
+"""`slow-host`: measures the cost of a slow host for fifty other hosts.
+
+The slow host allows one request in ten seconds, and has ten thousand waiting events.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ BAR = 0.95
 class Run:
     rate: float  # pages a second of the other hosts
     cpu_us: float  # for each of these pages
-    slow: int  # requests that the slow host got meanwhile
+    slow: int  # requests that the slow host got during the run
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -80,7 +81,8 @@ def main(arguments: Sequence[str]) -> int:
                 r = run(hosts, o, slow=name == "beside")
                 runs[name].append(r)
                 say(
-                    f"{rep + 1}/{o.reps} {name}: {r.rate:,.0f} pages/s, {r.cpu_us:,.0f} µs of CPU a page, {r.slow} requests to the slow host"
+                    f"{rep + 1}/{o.reps} {name}: {r.rate:,.0f} pages/s, {r.cpu_us:,.0f} µs of CPU"
+                    f" a page, {r.slow} requests to the slow host"
                 )
     by_rate, by_cpu = (
         median([pair(a, b) for a, b in zip(runs["alone"], runs["beside"], strict=True)])
@@ -96,7 +98,8 @@ def main(arguments: Sequence[str]) -> int:
         for name, rs in runs.items()
     ]
     print(
-        f"\n{o.hosts} hosts, {o.n} pages; beside them one host at {o.rate} with {o.slow} events, published before theirs. Medians of {o.reps}.\n"
+        f"\n{o.hosts} hosts with {o.n} pages, and one slow host at {o.rate} with {o.slow} events, "
+        f"which are published first. Medians of {o.reps}.\n"
     )
     print(table(("", "pages/s", "CPU µs/page", "requests to the slow host"), rows))
     print(f"\nbeside / alone: {by_rate:.3f} by rate, {by_cpu:.3f} by CPU (bar: {BAR})\n")
@@ -180,7 +183,7 @@ def run(hosts: Sequence[str], o: argparse.Namespace, *, slow: bool) -> Run:
             watch(_penstock(*arguments), cores={CLIENT_CORE}, nice=o.nice, cwd=directory, env=env),
             f"penstock {arguments[0]}",
         )
-    books = Books(directory, o.n)
+    ledger = Ledger(directory, o.n)
     command = _penstock("run", str(BENCH / "pipeline.py"))
     w = watch(
         command,
@@ -188,31 +191,32 @@ def run(hosts: Sequence[str], o: argparse.Namespace, *, slow: bool) -> Run:
         nice=o.nice,
         cwd=directory,
         env=env,
-        stop_when=lambda: books.ended() >= o.n,
+        stop_when=lambda: ledger.ended() >= o.n,
     )
     check_ended(w, "penstock run")
-    start, end, good = books.span()
+    start, end, good = ledger.span()
     if good != o.n:
         raise BenchError(
             f"{good} of {o.n} pages of the other hosts were a success",
             f"see {directory}/stderr.txt",
         )
-    return Run(o.n / (end - start), w.cpu_between(start, end) / o.n * 1e6, books.asked())
+    return Run(o.n / (end - start), w.cpu_between(start, end) / o.n * 1e6, ledger.asked())
 
 
 def _penstock(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "penstock.cli.main", *arguments]
 
 
-class Books:
-    """What the ledger says, looked at from outside."""
+class Ledger:
+    """Reads the ledger from outside the worker."""
 
     def __init__(self, directory: Path, enough: int) -> None:
         self._file, self._enough = str(directory / ".penstock" / "penstock.db"), enough
 
     def ended(self) -> int:
-        """By the counters, which cost nothing to read; what the slow host had is looked up only at
-        the end.
+        """Return the number of ended events, from the counters, which are cheap to read.
+
+        The events of the slow host are counted only at the end.
         """
         ended: int = self._ask(
             "SELECT coalesce(sum(n), 0) FROM counter WHERE name IN ('success','dead')"
@@ -220,9 +224,10 @@ class Books:
         return ended if ended < self._enough else ended - self.asked()
 
     def span(self) -> tuple[float, float, int]:
-        """Of the other hosts: first start, last success, how many."""
+        """Return first start, last success and number of events of the other hosts."""
         start, end, good = self._ask(
-            "SELECT min(dispatched_at), max(finished_at), sum(status='success') FROM event WHERE host<>?"
+            "SELECT min(dispatched_at), max(finished_at), sum(status='success') FROM event"
+            " WHERE host<>?"
         )
         return start, end, good
 
@@ -234,7 +239,8 @@ class Books:
         db = apsw.Connection(self._file, flags=apsw.SQLITE_OPEN_READONLY)
         try:
             db.set_busy_timeout(5000)
-            row: tuple = db.execute(sql, (f"{SLOW}:{PORT}",) if "?" in sql else ()).fetchall()[0]  # type: ignore[type-arg]
+            bindings = (f"{SLOW}:{PORT}",) if "?" in sql else ()
+            row: tuple = db.execute(sql, bindings).fetchall()[0]  # type: ignore[type-arg]
             return row
         finally:
             db.close()

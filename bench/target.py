@@ -1,5 +1,6 @@
-"""The target: product pages made from a seed, and nginx that serves them on twenty loopback
-addresses from one core. Nothing here knows who asks.
+"""Target site: product pages made from a seed, served by nginx.
+
+nginx listens on twenty loopback addresses and uses one core.
 """
 
 from __future__ import annotations
@@ -24,16 +25,18 @@ HOSTS = [f"127.0.0.{n}" for n in range(2, 22)]
 PORT, TLS_PORT = 8190, 8193
 TEMPLATES = 2000
 BIG_EVERY = 5  # every fifth page is long
-LAYOUT = "5"  # another shape of page needs other files
+LAYOUT = "5"  # change it with the form of the pages, so that new files are written
 
-_PROSE = """Walnut and copper lamps, woven rugs, quiet kettles for little kitchens; folding chairs, painted shelves and round mirrors
-from reclaimed glass, made by hand, oiled and finished in winter, near the window or under the stairs, for every narrow hall and tall room."""
+_PROSE = """Walnut and copper lamps, woven rugs, quiet kettles for little kitchens; folding chairs,
+    painted shelves and round mirrors
+from reclaimed glass, made by hand, oiled and finished in winter, near the window or under the
+    stairs, for every narrow hall and tall room."""
 _WORDS = sorted(set(re.findall(r"[a-z]+", _PROSE.lower())))
 _THINGS = [word for word in _WORDS if word.endswith("s") and len(word) > 4]
 
 
 def url(i: int, *, tls: bool = False) -> str:
-    """The i-th page of the job: hosts in turn, every URL and every body different."""
+    """Return the URL of the i-th page. Hosts alternate, and each URL and body is different."""
     scheme, port = ("https", TLS_PORT) if tls else ("http", PORT)
     return f"{scheme}://{HOSTS[i % len(HOSTS)]}:{port}{path(i)}"
 
@@ -54,15 +57,18 @@ def _text(rng: random.Random, words: int) -> str:
 
 
 def _template(t: int) -> str:
-    """About 11 kB, or 56 kB for every fifth; 52 links. %SKU% and %HERE% are filled in for each
-    page.
+    """Return a template of about 11 kB, or 56 kB for each fifth, with 52 links.
+
+    %SKU% and %HERE% are replaced for each page.
     """
     rng = random.Random(t)
     long = t % BIG_EVERY == BIG_EVERY - 1
     name = f"{_text(rng, 2)} {rng.choice(_THINGS)}".title()
     price = rng.randrange(300, 90000) / 100
     related = "".join(
-        f'<li><a class="related" href="/product/{rng.randrange(TEMPLATES)}.html?from=%SKU%&amp;at={k}" title="{_text(rng, 2)}"><b>{_text(rng, 3)}</b></a></li>'
+        f'<li><a class="related"'
+        f' href="/product/{rng.randrange(TEMPLATES)}.html?from=%SKU%&amp;at={k}"'
+        f' title="{_text(rng, 2)}"><b>{_text(rng, 3)}</b></a></li>'
         for k in range(49)
     )
     facts = "".join(
@@ -70,7 +76,8 @@ def _template(t: int) -> str:
         for _ in range(66 if long else 24)
     )
     opinions = "".join(
-        f'<article class="opinion" id="o{k}"><h3>{_text(rng, 4)}</h3><p class="stars" data-stars="{rng.randrange(1, 6)}">{rng.randrange(1, 6)}/5</p>'
+        f'<article class="opinion" id="o{k}"><h3>{_text(rng, 4)}</h3><p class="stars"'
+        f' data-stars="{rng.randrange(1, 6)}">{rng.randrange(1, 6)}/5</p>'
         f"<p>{_text(rng, 20)}</p><p>{_text(rng, 22)}</p></article>"
         for k in range(114 if long else 3)
     )
@@ -81,25 +88,30 @@ def _template(t: int) -> str:
         rng.choice(_THINGS).title(),
     )
     head = (
-        f'<meta charset="utf-8"><title>{name} %SKU%</title><meta name="description" content="{_text(rng, 18)}">'
-        f'<link rel="canonical" href="%HERE%"><link rel="stylesheet" href="/shop.css"><script>var state={{{state}}};</script>'
+        f'<meta charset="utf-8"><title>{name} %SKU%</title><meta name="description"'
+        f' content="{_text(rng, 18)}">'
+        f'<link rel="canonical" href="%HERE%"><link rel="stylesheet" href="/shop.css"><script>var'
+        f" state={{{state}}};</script>"
     )
     offer = (
-        f'<h1 class="name">{name} %SKU%</h1><p class="maker">by <span class="brand">{brand} &amp; Co</span></p><p class="sku" data-sku="%SKU%">%SKU%</p>\n'
-        f'<p class="offer"><span class="price" content="{price:.2f}">{price:.2f} €</span></p><div class="rating" data-value="{rating}">{count} opinions</div>\n'
+        f'<h1 class="name">{name} %SKU%</h1><p class="maker">by <span class="brand">{brand} &amp;'
+        f' Co</span></p><p class="sku" data-sku="%SKU%">%SKU%</p>\n'
+        f'<p class="offer"><span class="price" content="{price:.2f}">{price:.2f} €</span></p><div'
+        f' class="rating" data-value="{rating}">{count} opinions</div>\n'
         f'<section class="about"><p>{_text(rng, 70)}</p><p>{_text(rng, 55)}</p></section>'
     )
     return (
-        f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body><header><nav><a href="/">Start</a> <a href="/all.html">All</a></nav></header>\n'
-        f'<main>{offer}\n<table class="facts">{facts}</table>\n<section class="opinions">{opinions}</section></main>\n'
-        f'<aside><ul>{related}</ul></aside><footer><a href="/imprint.html">Imprint</a></footer></body></html>\n'
+        f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body><header><nav><a'
+        f' href="/">Start</a> <a href="/all.html">All</a></nav></header>\n'
+        f'<main>{offer}\n<table class="facts">{facts}</table>\n<section'
+        f' class="opinions">{opinions}</section></main>\n'
+        f"<aside><ul>{related}</ul></aside><footer><a"
+        f' href="/imprint.html">Imprint</a></footer></body></html>\n'
     )
 
 
 def make_site(directory: Path, n: int) -> None:
-    """Write what is missing of the first `n` pages, each beside its gzipped form, and a robots.txt
-    for every host.
-    """
+    """Write missing ones of the first `n` pages, each also gzipped, and robots.txt files."""
     mark = directory / "made"
     made = 0
     if mark.exists():
@@ -119,7 +131,7 @@ def make_site(directory: Path, n: int) -> None:
     for i in range(made, n):
         t = i // len(HOSTS) % TEMPLATES
         if t not in templates:
-            templates = {t: _template(t)}  # pages come in order, twenty of a kind
+            templates = {t: _template(t)}  # pages are in order, twenty of each template
         body = templates[t].replace("%SKU%", sku(i)).replace("%HERE%", url(i)).encode()
         file = directory / HOSTS[i % len(HOSTS)] / path(i)[1:]
         file.write_bytes(body)
@@ -152,13 +164,13 @@ def nginx() -> str:
         ).returncode == 0 and (found := shutil.which("nginx", path="/usr/sbin:/usr/bin")):
             return found
     raise BenchError(
-        "nginx was not found; the benchmark fetches from it",
+        "nginx was not found, and the benchmark needs it",
         "install it (Debian/Ubuntu: sudo apt install nginx), then run this again",
     )
 
 
 def certificate(directory: Path) -> tuple[Path, Path]:
-    """A certificate of our own for the twenty addresses; it is its own authority."""
+    """Make a self-signed certificate for the twenty addresses."""
     cert, key = directory / "cert.pem", directory / "key.pem"
     if not cert.exists():
         if not shutil.which("openssl"):
@@ -215,10 +227,13 @@ def _configuration(directory: Path, site: Path, *, tls: bool, compressed: bool) 
     )
     user = "user root;\n" if os.geteuid() == 0 else ""
     return (
-        f"{user}daemon off; master_process off; pid {directory}/nginx.pid; error_log {directory}/error.log warn; worker_rlimit_nofile 16384;\n"
+        f"{user}daemon off; master_process off; pid {directory}/nginx.pid; error_log"
+        f" {directory}/error.log warn; worker_rlimit_nofile 16384;\n"
         f"events {{ worker_connections 8192; multi_accept on; }}\n"
-        f"http {{ default_type text/html; types {{ text/html html; text/plain txt; }} charset utf-8; access_log off; sendfile on; tcp_nopush on;\n"
-        f"  keepalive_timeout 300; keepalive_requests 1000000000; open_file_cache max=10000 inactive=30m; open_file_cache_valid 30m; {temporary}\n"
+        f"http {{ default_type text/html; types {{ text/html html; text/plain txt; }} "
+        f"charset utf-8; access_log off; sendfile on; tcp_nopush on;\n"
+        f"  keepalive_timeout 300; keepalive_requests 1000000000; open_file_cache max=10000"
+        f" inactive=30m; open_file_cache_valid 30m; {temporary}\n"
         f"  {' '.join(lines)}\n  server {{ {listens} root {site}/$server_addr; }} }}\n"
     )
 
@@ -233,7 +248,7 @@ def serving(
     compressed: bool = False,
     nice: int = 0,
 ) -> Iterator[int]:
-    """nginx, one process, on one core, until the block ends; its pid."""
+    """Run nginx as one process on one core until the block ends. Yield its pid."""
     directory.mkdir(parents=True, exist_ok=True)
     port = TLS_PORT if tls else PORT
     refuse_taken(HOSTS[0], port)

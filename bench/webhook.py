@@ -1,5 +1,6 @@
-"""`webhook`: how long a signed POST takes until it is answered with 202, which is when its event is
-durable and published, at a steady rate of requests.
+"""`webhook`: measures the time of a signed POST until its 202, at a steady rate of requests.
+
+At the 202, the event is durable and published.
 """
 
 from __future__ import annotations
@@ -38,14 +39,13 @@ shop.source("webhook:shop", secret="whsec_{base64.b64encode(KEY).decode()}", rat
 
 @dataclass
 class Seen:
-    latencies: list[float] = field(
-        default_factory=list
-    )  # from the moment a request was due, so that a stall counts for all it held up
+    # Measured from the time at which a request was due. So a stall counts for all delayed requests.
+    latencies: list[float] = field(default_factory=list)
     statuses: Counter[int] = field(default_factory=Counter)
     seconds: float = 0.0
 
     def share(self, part: float) -> float:
-        """In milliseconds."""
+        """Return the latency quantile `part` in milliseconds."""
         ordered = sorted(self.latencies)
         return ordered[min(len(ordered) - 1, int(part * len(ordered)))] * 1000 if ordered else 0.0
 
@@ -76,12 +76,13 @@ def main(arguments: Sequence[str]) -> int:
     if o.nice:
         os.nice(o.nice)
     with serving(directory, o.nice) as pid:
-        asyncio.run(send(50.0, 1.0, 8))  # warm
+        asyncio.run(send(50.0, 1.0, 8))  # warm-up
         before = cpu(pid)
         steady = asyncio.run(send(o.rate, o.seconds, o.connections))
         cpu_us = (cpu(pid) - before) / max(1, len(steady.latencies)) * 1e6
         say(
-            f"{o.rate:g} requests/s: p50 {steady.share(0.5):.1f} ms, p95 {steady.share(0.95):.1f} ms, p99 {steady.share(0.99):.1f} ms"
+            f"{o.rate:g} requests/s: p50 {steady.share(0.5):.1f} ms, p95 {steady.share(0.95):.1f}"
+            f" ms, p99 {steady.share(0.99):.1f} ms"
         )
         flat_out = asyncio.run(send(0.0, min(o.seconds, 5.0), o.connections))
     accepted = count(directory)
@@ -105,12 +106,14 @@ def main(arguments: Sequence[str]) -> int:
         ),
     ]
     print(
-        f"\nSigned POST to 202, {o.connections} connections, every event durable (synchronous=FULL). Milliseconds.\n"
+        f"\nSigned POST to 202, {o.connections} connections, every event durable"
+        f" (synchronous=FULL). Milliseconds.\n"
     )
     print(table(("", "requests", "p50", "p95", "p99", "max"), rows))
     within = steady.share(0.95) < BAR_MS
     print(
-        f"\np95 at {o.rate:g} requests/s: {steady.share(0.95):.1f} ms (bar: {BAR_MS:g} ms); {cpu_us:,.0f} µs of the server's CPU for each\n"
+        f"\np95 at {o.rate:g} requests/s: {steady.share(0.95):.1f} ms (bar: {BAR_MS:g} ms);"
+        f" {cpu_us:,.0f} µs of the server's CPU for each\n"
     )
     if o.json:
         found = {
@@ -186,15 +189,17 @@ def request(n: int) -> bytes:
         hmac.new(KEY, f"{id_}.{at}.".encode() + body, hashlib.sha256).digest()
     ).decode()
     head = (
-        f"POST /hooks/shop HTTP/1.1\r\nhost: 127.0.0.1:{PORT}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        f"POST /hooks/shop HTTP/1.1\r\nhost: 127.0.0.1:{PORT}\r\ncontent-type:"
+        f" application/json\r\ncontent-length: {len(body)}\r\n"
         f"webhook-id: {id_}\r\nwebhook-timestamp: {at}\r\nwebhook-signature: v1,{digest}\r\n\r\n"
     )
     return head.encode() + body
 
 
 async def send(rate: float, seconds: float, connections: int) -> Seen:
-    """`rate` requests a second, whatever the answers take; 0: each connection sends as soon as it
-    was answered.
+    """Send `rate` requests a second, even if answers are slow.
+
+    If `rate` is 0, each connection sends the next request when it has the answer.
     """
     seen, loop = Seen(), asyncio.get_running_loop()
     total = int(rate * seconds)

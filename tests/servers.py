@@ -1,10 +1,11 @@
-"""Real servers for tests: `pytest.mark.server("redis")` brings one, the fixture `server` hands it
-over. How servers are run is in tools/services.
+"""Real servers for tests: the mark `server("redis")` starts one, the fixture `server` returns it.
 
-What runs already is used as it is; what a test session started, it stops. Tests are put in the
-order of their servers, and a server that the next test does not need is stopped before another
-starts, so that only one of the large ones is in memory at a time. A worker of pytest-xdist has
-servers of its own: one worker's fault is not another's failure.
+See `tools/services` for how servers are run.
+
+A server that is already running is used. A server that the test session started is stopped by it.
+Tests are sorted by their servers, and a server that the next test does not need is stopped before
+another starts, so that only one large server is in memory at a time. Each worker of pytest-xdist
+has separate servers: a fault of one worker cannot fail the tests of another.
 
 Workers take the next test from one list (`--dist load --maxschedchunk 1`). They go through the
 servers together, so each worker starts each server about once. The list ends with the shortest
@@ -31,7 +32,7 @@ ORDER = {name: number for number, name in enumerate(SERVERS)}
 
 @dataclass(frozen=True)
 class Handle:
-    """A running server, as a test sees it."""
+    """A running server, for use in a test."""
 
     _server: Server
 
@@ -47,24 +48,26 @@ class Handle:
         return self._server.ports[name]
 
     def file(self, name: str) -> Path:
-        """One of its own."""
+        """Return the path of a file in the data directory of the server."""
         return self._server.data / name
 
     def start(self) -> None:
-        """Ready when it returns."""
+        """Start the server and wait until it is ready."""
         up(self._server, borrowed=self._server.place.noted().borrowed)
 
     def stop(self) -> None:
         down(self._server)
 
     def kill(self) -> None:
-        """SIGKILL: it said goodbye to nobody."""
+        """Kill the server with SIGKILL."""
         down(self._server, kill=True)
 
 
 class _Lending:
-    """What this process uses now. A shared lock on a file for as long: whoever comes last and gets
-    it alone, stops what was borrowed.
+    """Servers that this process uses now.
+
+    It holds a shared lock on a file for each server. The last process can lock the file
+    exclusively, and stops a borrowed server.
     """
 
     def __init__(self, worker: str) -> None:
@@ -73,8 +76,9 @@ class _Lending:
         self.failed: dict[str, ServiceError] = {}
 
     def lend(self, names: list[str]) -> None:
-        """Raises ServiceError, for a server that could not be had the first time again without
-        another try.
+        """Start the servers `names`. Raise ServiceError if a server cannot start.
+
+        A server that failed once is not tried again.
         """
         wanted = closure(names, self.everything)
         self.give_back(keep={server.name for server in wanted})
@@ -84,7 +88,7 @@ class _Lending:
             ours = server.name not in self.used or server.place.noted().borrowed
             if server.name not in self.used:
                 server.place.directory.parent.mkdir(parents=True, exist_ok=True)
-                held = open(server.place.directory.with_suffix(".users"), "a")  # noqa: SIM115 (closed when it is given back)
+                held = open(server.place.directory.with_suffix(".users"), "a")  # noqa: SIM115 (closed in give_back)
                 fcntl.flock(held, fcntl.LOCK_SH)
                 self.used[server.name] = held
             try:
@@ -101,7 +105,7 @@ class _Lending:
                 try:
                     fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    continue  # another session still uses it
+                    continue  # another session still uses the server
                 if server.place.noted().borrowed:
                     down(server)
 
@@ -111,7 +115,7 @@ def _needs(item: pytest.Item | None) -> list[str]:
     unknown = names - set(SERVERS)
     if unknown:
         raise pytest.UsageError(
-            f"{item.nodeid if item else ''}: no server is called {sorted(unknown)}; there are {', '.join(SERVERS)}"
+            f"{item.nodeid if item else ''}: no server is called {sorted(unknown)}. Servers: {', '.join(SERVERS)}"
         )
     return sorted(names, key=lambda name: ORDER[name])
 
@@ -124,25 +128,28 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _worker(config: pytest.Config) -> str:
-    """Its name under pytest-xdist, else "". The environment variable also reaches a pytest that a
-    test starts.
+    """Return the name of the pytest-xdist worker, or "" without pytest-xdist.
+
+    The environment variable is not used: a pytest that a test starts would inherit it.
     """
     given: dict[str, str] = getattr(config, "workerinput", {})
     return given.get("workerid", "")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests without a server come first, where a person waits for the first failure. Beside other
-    workers they come last, and the slow ones of them before the rest.
+    """Sort tests by their servers.
+
+    Without pytest-xdist, tests without a server come first, for an early first failure. With it,
+    they come last, and the slow ones before the rest.
     """
-    items.sort(key=_longest_first if _worker(config) else _server_order)  # stable
+    items.sort(key=_slowest_first if _worker(config) else _server_order)  # stable
 
 
 def _server_order(item: pytest.Item) -> list[int]:
     return [ORDER[name] for name in _needs(item)]
 
 
-def _longest_first(item: pytest.Item) -> tuple[bool, list[int]]:
+def _slowest_first(item: pytest.Item) -> tuple[bool, list[int]]:
     servers = _server_order(item)
     return not servers, servers or [not item.get_closest_marker("slow")]
 
@@ -160,14 +167,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Not later: pytest-xdist kills a worker that still runs ten seconds after its session."""
+    """Stop the servers here: pytest-xdist kills a worker ten seconds after its session."""
     session.config.stash[_lending].give_back(keep=set())
 
 
 @pytest.fixture
 def server(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Handle]]:
-    """`server("redis").url`; the test, its class or its module is marked with the same name. One
-    that a test stopped is started again behind it.
+    """Return a function from a server's name to its handle, for example `server("redis").url`.
+
+    The test, its class or its module must be marked with that name. A server that a test stopped
+    is started again after the test.
     """
     lending, names = request.config.stash[_lending], _needs(request.node)
 

@@ -1,8 +1,9 @@
 """Compare the test ids of this checkout with the recorded ones.
 
-An id may change only if bench/baseline/renamed-tests.txt says so. Each line there is `old -> new`.
-`old` is a whole id, or the part of an id before `/`, `::` or `[`: a line may rename a folder, a file,
-a class or a test function. The lines apply in order, each to the result of the lines before it.
+An id may change only if bench/baseline/renamed-tests.txt lists the change. Each line there is
+`old -> new`. `old` is a whole id, or the part of an id before `/`, `::` or `[`: a line may rename a
+folder, a file, a class or a test function. The lines apply in order, each to the result of the
+lines before it.
 Lines that start with `#` are comments.
 
 Exit code 1 if an id vanished without a rename.

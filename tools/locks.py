@@ -30,7 +30,7 @@ ASKED = "# asked: "
 
 
 def canonical(name: str) -> str:
-    """A package name as indexes spell it."""
+    """Return the normalised form of a package name."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -38,7 +38,7 @@ def canonical(name: str) -> str:
 
 
 def asked(project: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Each lock file below `locks/`, and the requirements that it answers."""
+    """Return the lock files below `locks/`, each with its requirements."""
     extras, groups = project["project"]["optional-dependencies"], project["dependency-groups"]
     return {
         "installer.txt": sorted(groups["installer"]),
@@ -57,7 +57,7 @@ def asked(project: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def included(extra: str, project: Mapping[str, Any]) -> list[str]:
-    """The extras that an extra includes, as in `dev = ["penstock[kafka,redis]"]`."""
+    """Return the extras that an extra includes, as in `dev = ["penstock[kafka,redis]"]`."""
     found: list[str] = []
     for requirement in project["project"]["optional-dependencies"][extra]:
         for name in _names_of_extras(requirement, project):
@@ -71,7 +71,7 @@ def _names_of_extras(requirement: str, project: Mapping[str, Any]) -> list[str]:
 
 
 def heads(project: Mapping[str, Any]) -> dict[str, str]:
-    """Each lock file below `locks/`, and the comment that it begins with."""
+    """Return the lock files below `locks/`, each with its first comment."""
     made = {}
     for name, requirements in asked(project).items():
         lines = [HEAD]
@@ -89,13 +89,13 @@ def read_project(root: Path = ROOT) -> dict[str, Any]:
 
 
 def pins(text: str) -> list[tuple[str, str, str]]:
-    """(package, version, marker) of every package in a lock file. The marker may be empty."""
+    """Return (package, version, marker) of each package in a lock file. The marker may be empty."""
     found = re.findall(r"^([\w.-]+)==([^\s;]+)(?: ; (.+?))? \\$", text, re.MULTILINE)
     return [(canonical(name), version, marker) for name, version, marker in found]
 
 
 def stale(root: Path = ROOT) -> list[str]:
-    """The lock files that were not made from this pyproject.toml."""
+    """Return the lock files that were not made from this pyproject.toml."""
     wanted, locks = heads(read_project(root)), root / "locks"
     there = {
         str(path.relative_to(locks)): path.read_text("utf-8").partition("\n\n")[0]
@@ -107,7 +107,7 @@ def stale(root: Path = ROOT) -> list[str]:
 
 
 def installed(text: str) -> bool:
-    """Whether this Python has every package of a lock file that is meant for it."""
+    """Return True if this Python has all packages of a lock file that have no marker."""
     have = {
         (canonical(package.name), package.version)
         for package in metadata.distributions()
@@ -120,8 +120,9 @@ def installed(text: str) -> bool:
 
 
 def renew(root: Path = ROOT, *, keep: bool) -> None:
-    """Resolve everything at once, then write the part of each lock file. `keep` keeps the versions
-    that still fit. Without it, each package moves to its newest version.
+    """Resolve all requirements together, then write each lock file.
+
+    `keep` keeps the versions that still fit. Without it, each package moves to its newest version.
     """
     project, locks = read_project(root), root / "locks"
     wanted, head = asked(project), heads(project)

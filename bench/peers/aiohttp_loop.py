@@ -1,5 +1,6 @@
-"""What many write by hand: 64 tasks that share one aiohttp session and a list, uvloop, selectolax,
-JSON lines. No queue, no retries, nothing durable.
+"""Hand-written loop: 64 tasks share one aiohttp session and a list, with uvloop and selectolax.
+
+It writes JSON lines. It has no queue, no retries and no durability.
 """
 
 import asyncio

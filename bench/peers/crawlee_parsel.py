@@ -1,5 +1,6 @@
-"""Crawlee: its parsel crawler with 64 requests at once and its queue in memory (its default, files,
-is several times slower); rows as JSON lines.
+"""Crawlee: its parsel crawler with 64 concurrent requests, rows as JSON lines.
+
+Its queue is in memory. The default queue in files is several times slower.
 """
 
 import asyncio

@@ -1,5 +1,6 @@
-"""The job as the peers get it: the list of URLs, the five fields, and the one line each of them
-prints. Needs nothing but the standard library.
+"""Job of the peers: the list of URLs, the five fields, and the line that each peer prints.
+
+It uses only the standard library.
 """
 
 import json

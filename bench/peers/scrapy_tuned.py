@@ -1,5 +1,6 @@
-"""Scrapy, tuned: 64 requests at once, no delay, four item tasks instead of a hundred, parsel, the
-feed as JSON lines.
+"""Scrapy, tuned: 64 concurrent requests, no delay, four item tasks instead of a hundred, parsel.
+
+The feed is JSON lines.
 """
 
 from job import CONCURRENCY, CSS, OUT, ended, report, started, urls

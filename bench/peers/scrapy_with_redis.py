@@ -1,5 +1,6 @@
-"""scrapy-redis, tuned as Scrapy is: start URLs, scheduler and duplicate filter in Redis (second
-argument: its port), filled before the clock starts.
+"""scrapy-redis, tuned as Scrapy: start URLs, scheduler and duplicate filter are in Redis.
+
+The second argument is the port of Redis. It is filled before the measured time starts.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ class Products(RedisSpider):
     def parse(self, response):
         yield {"url": response.url, **{name: response.css(css).get() for name, css in CSS.items()}}
         self.rows += 1
-        if self.rows == len(wanted):  # a spider of its kind waits for more, for ever
+        if self.rows == len(wanted):  # a scrapy-redis spider does not end by itself
             self.closing = asyncio.ensure_future(
                 self.crawler.engine.close_spider_async(reason="done")
             )

@@ -1,4 +1,4 @@
-"""The real clock. Everything else is given one, so that it can be given another."""
+"""System clock. Other modules get a clock as an argument, so that tests can pass another one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SystemClock:
 
 
 async def nap(clock: Clock, seconds: float, woken: asyncio.Event) -> None:
-    """For as long as that, or until somebody wakes us."""
+    """Wait for `seconds`, or until `woken` is set."""
     asleep, waking = (
         asyncio.ensure_future(clock.sleep(seconds)),
         asyncio.ensure_future(woken.wait()),

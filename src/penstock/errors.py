@@ -1,6 +1,4 @@
-"""Errors that reach the user: each says what is wrong and what to try next; exit codes live here
-and nowhere else.
-"""
+"""Errors that the user sees, and all exit codes. Each error has a message and a hint."""
 
 from __future__ import annotations
 
@@ -18,38 +16,43 @@ class PenstockError(Exception):
 
 
 class UsageError(PenstockError):
-    """The command line does not make sense."""
+    """The command line is not valid."""
 
     exit_code = USAGE
 
 
 class ConfigError(PenstockError):
-    """Configuration, a pipeline file or a missing extra; names its path."""
+    """The configuration or a pipeline file is not valid, or an optional package is missing.
+
+    The message names the path.
+    """
 
     exit_code = CONFIGURATION
 
 
 class Unreachable(PenstockError):
-    """A server or a store that cannot be reached, read or written, or that refuses us."""
+    """A server or store cannot be reached, read or written, or rejects this client."""
 
     exit_code = UNREACHABLE
 
 
 class BadEnvelope(PenstockError):
-    """Bytes on a topic that are not an event of a version we know."""
+    """Bytes on a topic are not an event of a known version."""
 
 
 class StoreUnavailable(PenstockError):
-    """Our own store does not take the write now (disk full, locked, read-only). Nobody's budget is
-    spent on it.
+    """The store does not accept writes now (disk full, locked, read-only).
+
+    The write is retried, and no attempt is charged.
     """
 
     exit_code = UNREACHABLE
 
 
 class SourceDown(PenstockError):
-    """A source's outside does not answer now, or not in a way that can be read. It is tried again,
-    after `after` seconds where that is known.
+    """The server of a source does not answer now, or its answer is not readable.
+
+    The source is read again, after `after` seconds if the server has given that time.
     """
 
     exit_code = UNREACHABLE
@@ -60,8 +63,9 @@ class SourceDown(PenstockError):
 
 
 class RequestRefused(PenstockError):
-    """A request to one of our own endpoints that is answered with this status. The message goes to
-    whoever sent it, so it holds no secret.
+    """A request to an endpoint of Penstock is answered with this status.
+
+    The message is sent to the client, so it contains no secret.
     """
 
     def __init__(
@@ -75,5 +79,6 @@ class RequestRefused(PenstockError):
     ) -> None:
         super().__init__(message, hint=hint)
         self.status, self.after = status, after
-        self.why = why  # for our own log, where the sender is told less
-        self.reasons: list[dict[str, object]] = []  # of each item, where only some are wrong
+        self.why = why  # for the log of Penstock, with more detail than the message
+        # One entry per rejected item, if only some items of the request are wrong.
+        self.reasons: list[dict[str, object]] = []

@@ -1,5 +1,6 @@
-"""The values that travel: Event, Route, Record, Outcome, Failure, and the one codec. No clock, no
-I/O.
+"""Values that are passed between modules: Event, Route, Record, Outcome, Failure.
+
+Also the codec of events. No clock, no I/O.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ EVENT_TYPE = f"penstock.request.v{CODEC_VERSION}"
 
 
 class Priority(enum.IntEnum):
-    """The three ordinary classes. Weighted, never strict: low is slow, not starved."""
+    """Priority classes. They are weighted, not strict: low messages are slow but never starve."""
 
     HIGH = 0
     NORMAL = 1
@@ -42,7 +43,7 @@ class Route(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
 
 
 class Ask(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What to send, where it is more than a GET."""
+    """Request to send, if it is more than a GET."""
 
     method: str = "GET"
     headers: dict[str, str] = {}
@@ -50,29 +51,32 @@ class Ask(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """This URL, for this reason."""
+    """One URL to fetch, with its cause."""
 
     id: str
     url: str  # canonical
-    key: str  # host key: politeness, order, partitioning
+    key: str  # host key, for rate limits, order and partitioning
     topic: str = "requests"
     source: str = "push"
     trace: str = ""
-    cause: str = ""  # what happened outside: an LSN, an entry id, a parent's id
+    cause: str = ""  # the outside change: an LSN, an entry id, a parent's id
     route: Route = Route()
     priority: int = Priority.NORMAL
     depth: int = 0
     parent: str | None = None
-    force: bool = False  # bypasses dedup and freshness
-    window: float | None = None  # freshness window of its own, seconds
+    force: bool = False  # ignores deduplication and freshness
+    window: float | None = None  # freshness window of this event, in seconds
     window_mode: str | None = None  # "delay" | "drop"
-    accepted_at: float = 0.0  # the millisecond it was queued; set by intake
+    accepted_at: float = 0.0  # time when intake queued the event, in whole milliseconds
     ask: Ask = Ask()
-    data: dict[str, Any] = {}  # the source's own payload, for extractors
+    data: dict[str, Any] = {}  # payload from the source, for extractors
 
 
 def mint(*cause: str) -> str:
-    """Same cause, same id: 32 hex digits of the parts, unambiguous whatever they contain."""
+    """Return an id of 32 hexadecimal digits. The same parts always give the same id.
+
+    The length of each part is hashed too. So different parts never give the same input.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for part in cause:
         raw = part.encode("utf-8", "surrogatepass")
@@ -81,7 +85,7 @@ def mint(*cause: str) -> str:
 
 
 def child_id(parent: str, extractor: str, url: str) -> str:
-    """A replayed parent yields the same children, so nothing downstream sees a new id."""
+    """Return the id of a followed link. A replayed parent gives the same ids."""
     return mint("child", parent, extractor, url)
 
 
@@ -102,7 +106,7 @@ class _Data(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class _CloudEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """CloudEvents 1.0, structured JSON; extension attributes are lower-case by that standard."""
+    """CloudEvents 1.0, structured JSON. The standard requires lower-case extension attributes."""
 
     specversion: str
     id: str
@@ -123,17 +127,34 @@ _SOURCE_PREFIX = "/penstock/"
 def encode_event(e: Event) -> bytes:
     return _encode(
         _CloudEvent(
-            specversion="1.0", id=e.id, source=_SOURCE_PREFIX + e.source, type=EVENT_TYPE, subject=e.url, traceid=e.trace, priority=e.priority,
+            specversion="1.0",
+            id=e.id,
+            source=_SOURCE_PREFIX + e.source,
+            type=EVENT_TYPE,
+            subject=e.url,
+            traceid=e.trace,
+            priority=e.priority,
             data=_Data(
-                url=e.url, key=e.key, topic=e.topic, cause=e.cause, route=e.route, depth=e.depth, parent=e.parent, force=e.force,
-                window=e.window, window_mode=e.window_mode, accepted_at=e.accepted_at, ask=e.ask, data=e.data,
+                url=e.url,
+                key=e.key,
+                topic=e.topic,
+                cause=e.cause,
+                route=e.route,
+                depth=e.depth,
+                parent=e.parent,
+                force=e.force,
+                window=e.window,
+                window_mode=e.window_mode,
+                accepted_at=e.accepted_at,
+                ask=e.ask,
+                data=e.data,
             ),
         )
-    )  # fmt: skip
+    )
 
 
 def decode_event(raw: bytes) -> Event:
-    """Raises BadEnvelope, and nothing else, for any bytes."""
+    """Decode an event. Raises BadEnvelope, and no other exception, for any bytes."""
     try:
         c = _decode(raw)
     except (msgspec.MsgspecError, UnicodeError, RecursionError, ValueError) as e:
@@ -151,22 +172,36 @@ def decode_event(raw: bytes) -> Event:
             f"an event needs an id and a url; this one has no {'url' if c.id else 'id'}"
         )
     return Event(
-        id=c.id, url=d.url, key=d.key, topic=d.topic, source=c.source.removeprefix(_SOURCE_PREFIX), trace=c.traceid, cause=d.cause, route=d.route,
-        priority=c.priority, depth=d.depth, parent=d.parent, force=d.force, window=d.window, window_mode=d.window_mode, accepted_at=d.accepted_at,
-        ask=d.ask, data=d.data,
-    )  # fmt: skip
+        id=c.id,
+        url=d.url,
+        key=d.key,
+        topic=d.topic,
+        source=c.source.removeprefix(_SOURCE_PREFIX),
+        trace=c.traceid,
+        cause=d.cause,
+        route=d.route,
+        priority=c.priority,
+        depth=d.depth,
+        parent=d.parent,
+        force=d.force,
+        window=d.window,
+        window_mode=d.window_mode,
+        accepted_at=d.accepted_at,
+        ask=d.ask,
+        data=d.data,
+    )
 
 
 # -- pages and records -----------------------------------------------------------------------------
 
 
 def page_id(body: bytes) -> str:
-    """A page's name is its content: stored once, however often it is fetched."""
+    """Return the id of a page: the hash of its body. So equal bodies are stored once."""
     return blake3(body).hexdigest()
 
 
 class Follow(msgspec.Struct, frozen=True):
-    """A link an extractor wants followed; `page.follow()` yields these."""
+    """Link that an extractor asks to follow. `page.follow()` yields these."""
 
     url: str
     priority: int = Priority.NORMAL
@@ -175,34 +210,35 @@ class Follow(msgspec.Struct, frozen=True):
 
 
 class Removed(msgspec.Struct, frozen=True):
-    """There is no such record any more: `yield Removed("A-1")`, or `Removed({"shop": "s", "sku":
-    "A-1"})` where several fields are the key.
+    """The record with this key no longer exists: `yield Removed("A-1")`.
 
-    Nothing: the record that goes by the page's URL.
+    If the key has several fields: `Removed({"shop": "s", "sku": "A-1"})`. Without a key, it is the
+    record whose key is the page's URL.
     """
 
     key: Any = None
 
 
-REMOVED = bytes(16)  # the hash of a record that is not there
+REMOVED = bytes(16)  # the hash of a removed record
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """One extracted row, encoded where it was made (in the child), so nobody decodes it on the way
-    to a sink.
+    """One extracted row. The child process encodes it, and no other process decodes it.
+
+    Sinks get the encoded fields.
     """
 
     extractor: str
     version: int
     key: str
-    index: int  # position among the page's outputs: (event, index) is the line's identity
-    fields: bytes  # a JSON object; of one that is removed, no more than its key
+    index: int  # position among the page's outputs. (event, index) identifies the row.
+    fields: bytes  # JSON object. A removed record has only the key fields.
     hash: bytes
     deleted: bool = False
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
-    """A followed link on its way to intake: canonical URL, host key and id already known."""
+    """Followed link, checked by the child process, for intake. Its URL is canonical."""
 
     url: str
     extractor: str
@@ -211,7 +247,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     window: float | None = None
 
 
-# -- what became of a delivery ---------------------------------------------------------------------
+# -- outcomes of a delivery ------------------------------------------------------------------------
 
 
 class ErrorClass(enum.StrEnum):
@@ -224,8 +260,9 @@ class ErrorClass(enum.StrEnum):
 
 
 class Failure(Exception):
-    """Raised on purpose by a stage. Any other exception is a bug: retried as transient, its
-    traceback kept.
+    """Failure of a stage that is expected. Any other exception is a bug.
+
+    A bug is retried as transient, and its traceback is stored.
     """
 
     def __init__(
@@ -257,7 +294,7 @@ class Retry(msgspec.Struct, frozen=True, tag=True):
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
-    """Give back at once (shutdown, pause). Costs no attempt."""
+    """Make the message ready for another worker now (shutdown, pause). Charges no attempt."""
 
 
 class Dead(msgspec.Struct, frozen=True, tag=True):

@@ -1,6 +1,4 @@
-"""What the tests of the Kafka adapter open: brokers in namespaces of their own, with short times
-and few partitions.
-"""
+"""Kafka brokers for tests: a new namespace each, short timeouts and few partitions."""
 
 from __future__ import annotations
 
@@ -34,8 +32,9 @@ def open_kafka(
 
 
 def sweep(url: str) -> None:
-    """The topics of these tests are deleted: a server that is killed looks through all that it has
-    before it comes back.
+    """Delete the topics of these tests.
+
+    A killed server reads all of its topics during its next start.
     """
     client = AdminClient({"bootstrap.servers": url.removeprefix("kafka://"), "log_level": 0})
     ours = [
@@ -48,14 +47,14 @@ def sweep(url: str) -> None:
 
 
 async def die(broker: KafkaBroker) -> None:
-    """As if its process had been killed: nothing more is committed or published."""
+    """Close the broker like a killed process: it stops committing and publishing."""
     for reader in broker._readers.values():
         reader.consumer.abandoned = True
     await broker.close()
 
 
 async def fill(broker: KafkaBroker, ids: Sequence[str], topic: str = "t", **more: object) -> None:
-    """Ids like `a1` belong to key `a`."""
+    """Publish one message per id. The key is the id without its digits: `a` for `a1`."""
     outs = [
         Out(**{"topic": topic, "id": i, "key": i.rstrip("0123456789"), "body": i.encode(), **more})
         for i in ids
@@ -64,7 +63,7 @@ async def fill(broker: KafkaBroker, ids: Sequence[str], topic: str = "t", **more
 
 
 async def take(sub: Subscription, n: int, wait: float = 20.0) -> list[Delivery]:
-    """`n`, or what came until nothing did for `wait` seconds."""
+    """Receive `n` deliveries, or stop after `wait` seconds without a delivery."""
     got: list[Delivery] = []
     while len(got) < n and (some := await sub.receive(n - len(got), wait)):
         got += some

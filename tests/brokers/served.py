@@ -1,5 +1,6 @@
-"""The rig of a broker whose server is one of ours: where it is, how it dies, what stands in front
-of it. How a broker is opened, each test file says.
+"""Conformance rig of a broker on a test server: its URL, its restart, and a proxy before it.
+
+Each test file defines how its broker is opened.
 """
 
 from __future__ import annotations
@@ -18,12 +19,11 @@ from penstock.testing.proxy import Proxy
 
 
 class Served(BrokerConformance):
-    """`open` uses `self.url`, whatever it is at that moment."""
+    """Base of the conformance classes. `open` uses the current `self.url`."""
 
-    name: ClassVar[str]  # of the server
-    volatile: ClassVar[bool] = (
-        False  # it forgets everything when it dies, so its death proves nothing about the broker
-    )
+    name: ClassVar[str]  # name of the server
+    # A killed server loses all data, so a kill proves nothing about the broker.
+    volatile: ClassVar[bool] = False
 
     @pytest.fixture(autouse=True)
     def _its_server(self, server: Callable[[str], Handle]) -> None:

@@ -1,6 +1,4 @@
-"""Kafka: the suite every broker passes, on a real server. What only Kafka promises is in the files
-beside this one.
-"""
+"""Kafka: the conformance suite on a real server. See the other Kafka files for its own tests."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ class TestKafka(Served):
     lease = 1.0
     patience = 0.3
     slack = 0.6
-    limit = 180.0  # a killed server takes a while to come back
+    limit = 180.0  # seconds. A killed server starts slowly.
 
     @pytest.fixture(autouse=True)
     def _swept(self, _its_server: None) -> Iterator[None]:

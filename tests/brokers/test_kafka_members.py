@@ -1,8 +1,9 @@
-"""Workers of several processes in one Kafka group: partitions come and go under load, processes
-die, and nothing is lost or settled twice.
+"""Several processes in one Kafka group: every event is settled once.
+
+Members join and leave under load, and processes are killed.
 """
 
-# ruff: noqa: ASYNC220 (the process that is killed is started and waited for beside the loop, on purpose)
+# ruff: noqa: ASYNC220 (the killed process is started outside the event loop on purpose)
 
 from __future__ import annotations
 
@@ -43,16 +44,16 @@ async def test_members_join_and_leave_under_load_and_each_event_is_settled_once(
     settled: Counter[str] = Counter()
     refused = 0
     enough = {n: asyncio.Event() for n in (80, 200, 320, 420)}
-    most = {"first": 420, "second": 320}
+    limits = {"first": 420, "second": 320}
 
-    async def work(who: str, broker: KafkaBroker, begin: int) -> None:
+    async def work(owner: str, broker: KafkaBroker, begin: int) -> None:
         nonlocal refused
         if begin:
             await enough[begin].wait()
-        sub = broker.subscribe("t", "main", owner=who, lease=5.0)
-        while len(settled) < most.get(who, len(ids)):
+        sub = broker.subscribe("t", "main", owner=owner, lease=5.0)
+        while len(settled) < limits.get(owner, len(ids)):
             some = await sub.receive(7, 0.3)
-            await asyncio.sleep(0.02)  # the work
+            await asyncio.sleep(0.02)  # simulated work
             answers = await sub.settle([(d, Ack()) for d in some])
             settled.update(d.id for d, done in zip(some, answers, strict=True) if done)
             refused += list(answers).count(False)
@@ -71,15 +72,14 @@ async def test_members_join_and_leave_under_load_and_each_event_is_settled_once(
     await asyncio.gather(
         publish(), work("first", first, 0), work("second", others[0], 0), work("third", others[1], 80), work("fourth", others[2], 200)
     )  # fmt: skip
-    assert sorted(settled) == sorted(ids), "nothing is lost"
-    assert set(settled.values()) == {1}, "what was settled came again"
+    assert sorted(settled) == sorted(ids), "an event was lost"
+    assert set(settled.values()) == {1}, "a settled event was redelivered"
     await first_publisher.close()
 
 
-@pytest.mark.parametrize(
-    "protocol", ["classic"]
-)  # with the servers' own protocol it can take them longer than anybody wants to wait
-async def test_work_in_flight_may_finish_when_its_partition_goes_to_another_and_the_rest_goes_with_it(
+# The `consumer` protocol can take much longer, so it is not tested here.
+@pytest.mark.parametrize("protocol", ["classic"])
+async def test_a_leaving_partition_lets_settled_work_finish_and_redelivers_the_rest(
     url: str, protocol: str
 ) -> None:
     options = f"protocol={protocol}&grace=5s"
@@ -100,21 +100,21 @@ async def test_work_in_flight_may_finish_when_its_partition_goes_to_another_and_
     leaving = [d for d in held if reader.handed_out[d.position].part.leaving]
     done, late = leaving[:1], leaving[1:]
     assert list(await sub.settle([(d, Ack()) for d in done])) == [True], (
-        "a request that was sent may finish"
+        "a delivery of a leaving partition can be settled"
     )
     got = list(await joining)
     async with asyncio.timeout(60):
         while len(got) < len(late):
             got += await other.receive(20, 0.2)
     assert sorted(d.id for d in got) == sorted(d.id for d in late), (
-        "only what was not settled goes on"
+        "only unsettled deliveries are redelivered"
     )
     assert not any(sub.holds(d) for d in late)  # type: ignore[attr-defined]
     assert list(await sub.settle([(d, Ack()) for d in late])) == [False] * len(late), (
-        "it is another's now"
+        "another worker has the delivery now"
     )
-    kept = [d for d in held if d not in leaving]
-    assert all(await sub.settle([(d, Ack()) for d in kept]))
+    staying = [d for d in held if d not in leaving]
+    assert all(await sub.settle([(d, Ack()) for d in staying]))
     assert all(await other.settle([(d, Ack()) for d in got]))
     assert all(reach.lag == 0 for reach in await one.lag("t", "main"))
     await one.close()
@@ -137,7 +137,7 @@ asyncio.run(main())
 """
 
 
-async def test_a_killed_process_gives_back_only_what_it_had_not_settled_as_soon_as_its_session_ends(
+async def test_unsettled_messages_of_a_killed_process_are_redelivered_after_its_session(
     url: str,
 ) -> None:
     broker = open_kafka(url)
@@ -164,7 +164,7 @@ async def test_a_killed_process_gives_back_only_what_it_had_not_settled_as_soon_
     await broker.close()
 
 
-async def test_a_reader_more_than_there_are_partitions_waits_and_says_nothing(url: str) -> None:
+async def test_a_consumer_without_a_partition_waits_and_raises_no_error(url: str) -> None:
     brokers = [open_kafka(url, options="partitions=1")]
     brokers += [open_kafka(url, brokers[0].topics.namespace, "partitions=1") for _ in range(2)]
     await brokers[0].ensure([TopicSpec(name="t", ordered=True)])

@@ -1,6 +1,4 @@
-"""What Kafka itself is asked for: topics and their drift, retries by topic, history, lag, windows,
-and how it says no.
-"""
+"""Behaviour of the Kafka adapter only: topics and drift, retries, history, lag and errors."""
 
 from __future__ import annotations
 
@@ -44,13 +42,13 @@ def sub_of(broker: KafkaBroker, topic: str = "t", group: str = "main") -> Subscr
 # -- topics ----------------------------------------------------------------------------------------
 
 
-async def test_topics_are_made_as_configured_and_what_differs_is_told_and_left_alone(
+async def test_topics_are_created_as_configured_and_drift_is_reported_and_not_changed(
     url: str,
 ) -> None:
     broker = open_kafka(url, options="partitions=4&retention=2d&replication=3")
     name = broker.topics.namespace
     assert list(await broker.ensure([TopicSpec(name="t")])) == []
-    found = broker.topics.metadata("looking").topics
+    found = broker.topics.metadata("reading").topics
     mine = {
         topic.removeprefix(f"{name}."): len(found[topic].partitions)
         for topic in found
@@ -74,11 +72,11 @@ async def test_topics_are_made_as_configured_and_what_differs_is_told_and_left_a
         f"topic {name}.t: retention.ms is 172800000 on the server and 259200000 in the configuration; nothing was changed"
         in drift
     )
-    assert len(other.topics.metadata("looking").topics[f"{name}.t"].partitions) == 4
+    assert len(other.topics.metadata("reading").topics[f"{name}.t"].partitions) == 4
     await other.close()
 
 
-async def test_a_topic_of_another_program_is_read_as_it_is_and_its_messages_have_the_same_id_every_time(
+async def test_messages_of_another_program_are_read_unchanged_and_keep_their_id(
     url: str,
 ) -> None:
     broker = open_kafka(url)
@@ -107,8 +105,8 @@ async def test_a_topic_of_another_program_is_read_as_it_is_and_its_messages_have
     assert (tombstone.body, tombstone.key, tombstone.headers) == (b"", "", {})
     assert first.id != tombstone.id
     assert all(await sub.settle([(first, Dead("unreadable")), (tombstone, Retry(5.5, "later"))]))
-    (letter,) = await take(sub_of(broker, "t.dead"), 1)
-    assert (letter.id, letter.body) == (first.id, b"not ours")
+    (dead_letter,) = await take(sub_of(broker, "t.dead"), 1)
+    assert (dead_letter.id, dead_letter.body) == (first.id, b"not ours")
     (again,) = await take(sub, 1, wait=30.0)
     assert again.id == tombstone.id
     await broker.close()
@@ -117,7 +115,7 @@ async def test_a_topic_of_another_program_is_read_as_it_is_and_its_messages_have
 # -- time ------------------------------------------------------------------------------------------
 
 
-async def test_a_retry_goes_down_the_ladder_and_comes_when_it_is_due_to_its_own_group_only(
+async def test_a_retry_passes_the_retry_topics_and_is_redelivered_to_its_group_only(
     url: str,
 ) -> None:
     broker, clock = open_kafka(url, options="retry_levels=1s,3s"), SystemClock()
@@ -129,9 +127,8 @@ async def test_a_retry_goes_down_the_ladder_and_comes_when_it_is_due_to_its_own_
     (d,) = await take(sub, 1)
     asked = clock.now()
     assert all(await sub.settle([(d, Retry(4.4, "3s, then 1s, then a little"))]))
-    assert (
-        (await broker.stats("t", "main")).delayed == 1 or clock.now() > asked + 2.9
-    )  # on its way from one topic to the next it may count twice
+    # While it moves from one retry topic to the next, it may be counted twice.
+    assert (await broker.stats("t", "main")).delayed == 1 or clock.now() > asked + 2.9
     (again,) = await take(sub, 1, wait=30.0)
     assert clock.now() >= asked + 4.4
     assert (again.id, again.body, again.key, again.priority, again.headers) == (
@@ -142,9 +139,9 @@ async def test_a_retry_goes_down_the_ladder_and_comes_when_it_is_due_to_its_own_
         {},
     )
     assert all(await sub.settle([(again, Ack())]))
-    assert await take(archive, 1, wait=1.0) == [], "the retry of another group is not its business"
+    assert await take(archive, 1, wait=1.0) == [], "another group got the retry"
     for group in ("main", "archive"):
-        while sum(reach.lag for reach in await broker.lag("t", group)):  # noqa: ASYNC110 (nor is it for long a part of what is before it)
+        while sum(reach.lag for reach in await broker.lag("t", group)):  # noqa: ASYNC110 (the skipped retry leaves the lag soon)
             await asyncio.sleep(0.1)
     await broker.close()
 
@@ -152,25 +149,25 @@ async def test_a_retry_goes_down_the_ladder_and_comes_when_it_is_due_to_its_own_
 # -- windows ---------------------------------------------------------------------------------------
 
 
-async def test_what_is_held_in_memory_is_bounded_and_everything_still_comes(url: str) -> None:
+async def test_the_messages_in_memory_are_bounded_and_all_are_delivered(url: str) -> None:
     broker = open_kafka(url, options="partitions=1&window=100")
     await broker.ensure([TopicSpec(name="t")])
     ids = [f"{'abcdefgh'[i % 8]}{i}" for i in range(3000)]
     await fill(broker, ids)
-    sub, seen, most = sub_of(broker), [], 0
+    sub, seen, peak = sub_of(broker), [], 0
     while len(seen) < len(ids):
         some = await sub.receive(50, 1.0)
-        most = max(
-            [most, *(len(part.window) for part in broker._readers["t", "main"].partitions.values())]
+        peak = max(
+            [peak, *(len(part.window) for part in broker._readers["t", "main"].partitions.values())]
         )
         seen += [d.id for d in some]
         assert all(await sub.settle([(d, Ack()) for d in some]))
     assert sorted(seen) == sorted(ids)
-    assert most <= 100 + 500, "the window and one batch"
+    assert peak <= 100 + 500, "the window and one batch"
     await broker.close()
 
 
-async def test_one_event_that_takes_long_holds_nothing_up_and_after_a_crash_comes_back_alone(
+async def test_a_slow_event_blocks_no_other_and_is_redelivered_alone_after_a_crash(
     url: str,
 ) -> None:
     broker = open_kafka(url, options="partitions=1")
@@ -190,7 +187,7 @@ async def test_one_event_that_takes_long_holds_nothing_up_and_after_a_crash_come
     await again.close()
 
 
-async def test_a_local_queue_that_is_full_says_so_for_each_message(url: str) -> None:
+async def test_a_full_local_queue_is_reported_for_each_message(url: str) -> None:
     broker = open_kafka(
         url, options="rdkafka.queue.buffering.max.messages=10&rdkafka.linger.ms=200"
     )
@@ -212,7 +209,7 @@ async def test_a_message_too_large_fails_alone(url: str) -> None:
     await broker.close()
 
 
-async def test_what_the_server_refuses_fails_and_what_went_to_other_partitions_is_there(
+async def test_refused_messages_fail_and_messages_to_other_partitions_are_delivered(
     url: str,
 ) -> None:
     broker = open_kafka(url, options="partitions=1")
@@ -238,13 +235,13 @@ async def test_what_the_server_refuses_fails_and_what_went_to_other_partitions_i
         ]
     )
     assert list(answers) == ["ok", "failed", "ok", "failed", "ok"], (
-        "two that are alike have both failed"
+        "two equal messages have both failed"
     )
     assert sorted(d.id for d in await take(sub_of(broker), 3)) == ["e0", "e2", "e4"]
     await broker.close()
 
 
-def test_of_several_messages_alike_of_which_one_failed_none_is_certain() -> None:
+def test_equal_messages_of_which_one_failed_are_all_unknown() -> None:
     loop = asyncio.new_event_loop()
     batch, answers = _Batch(loop), [Published.OK] * 4
     batch.failures = [
@@ -267,7 +264,9 @@ def test_of_several_messages_alike_of_which_one_failed_none_is_certain() -> None
 # -- history ---------------------------------------------------------------------------------------
 
 
-async def test_history_goes_to_another_group_whole_by_time_and_by_offset(url: str) -> None:
+async def test_history_is_replayed_to_another_group_completely_by_time_and_by_offset(
+    url: str,
+) -> None:
     broker, clock = open_kafka(url, options="partitions=1"), SystemClock()
     await broker.ensure([TopicSpec(name="t")])
     await fill(broker, ["a1", "a2"])
@@ -290,18 +289,18 @@ async def test_history_goes_to_another_group_whole_by_time_and_by_offset(url: st
             )
             == expected
         )
-    assert await take(sub, 1, wait=0.3) == [], "the group that read it all is left alone"
+    assert await take(sub, 1, wait=0.3) == [], "the replay changed another group"
     await broker.close()
     later = open_kafka(url, broker.topics.namespace, "partitions=1")
     assert await later.replay("t", "main", since=since) == 2, (
-        "nobody reads it now: it is moved back"
+        "the group has no member, so its offset is moved back"
     )
     sub = sub_of(later)
     assert [d.id for d in await take(sub, 2) + await take(sub, 1, wait=0.5)] == ["a3", "a4"]
     await later.close()
 
 
-async def test_history_comes_again_to_a_group_at_work_and_a_second_time_too(url: str) -> None:
+async def test_history_can_be_replayed_twice_to_an_active_group(url: str) -> None:
     broker = open_kafka(url)
     await broker.ensure([TopicSpec(name="t")])
     await fill(broker, ["a1", "b1", "c1"])
@@ -314,7 +313,7 @@ async def test_history_comes_again_to_a_group_at_work_and_a_second_time_too(url:
     await broker.close()
 
 
-async def test_a_purge_also_forgets_what_was_fetched_and_not_what_is_out(url: str) -> None:
+async def test_a_purge_drops_prefetched_messages_and_keeps_deliveries_in_flight(url: str) -> None:
     broker = open_kafka(url)
     await broker.ensure([TopicSpec(name="t")])
     await fill(broker, [f"a{i}" for i in range(20)])
@@ -335,7 +334,7 @@ class _Later(SystemClock):
         return super().now() + self.ahead
 
 
-async def test_work_that_retention_is_about_to_delete_unread_raises_an_alarm(
+async def test_messages_that_retention_will_soon_delete_unread_raise_an_alarm(
     url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = _Later()
@@ -352,11 +351,13 @@ async def test_work_that_retention_is_about_to_delete_unread_raises_an_alarm(
         broker._readers["t", "main"]._check_retention()
     assert alarm in caplog.text
     await sub.settle([(first, Ack())])
-    assert len(await broker.alarms()) == 1, "the other one is still open"
+    assert len(await broker.alarms()) == 1, "the other message is not settled"
     await broker.close()
 
 
-async def test_what_was_deleted_unread_is_told(url: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_messages_deleted_unread_are_logged(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
     broker = open_kafka(url, options="partitions=1")
     await broker.ensure([TopicSpec(name="t")])
     await fill(broker, ["a1", "a2", "a3"])
@@ -365,7 +366,7 @@ async def test_what_was_deleted_unread_is_told(url: str, caplog: pytest.LogCaptu
     await sub.settle([(d, Ack()) for d in got])
     await broker.close()
     other = open_kafka(url, broker.topics.namespace, "partitions=1")
-    await other.purge("t")  # as retention would have
+    await other.purge("t")  # like retention
     await fill(other, ["a4"])
     with caplog.at_level(logging.WARNING, "penstock"):
         assert [d.id for d in await take(sub_of(other), 1)] == ["a4"]
@@ -373,7 +374,7 @@ async def test_what_was_deleted_unread_is_told(url: str, caplog: pytest.LogCaptu
     await other.close()
 
 
-# -- saying no -------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 async def refusal(broker: KafkaBroker) -> PenstockError:
@@ -386,7 +387,7 @@ async def refusal(broker: KafkaBroker) -> PenstockError:
     return e.value
 
 
-async def test_a_server_that_is_not_there_and_one_that_is_not_known(url: str) -> None:
+async def test_an_unreachable_server_and_an_unknown_host_have_different_errors(url: str) -> None:
     away, unknown = await asyncio.gather(
         refusal(open_kafka("kafka://127.0.0.1:9", options="timeout=1s")),
         refusal(open_kafka("kafka://kafka.invalid:9092", options="timeout=6s")),
@@ -394,10 +395,10 @@ async def test_a_server_that_is_not_there_and_one_that_is_not_known(url: str) ->
     assert isinstance(away, Unreachable)
     assert "127.0.0.1:9 cannot be reached" in away.message
     assert isinstance(unknown, Unreachable)
-    assert "is not known" in unknown.message
+    assert "cannot be resolved" in unknown.message
 
 
-async def test_tls_and_a_login_from_the_url_or_the_environment_carry_messages(
+async def test_tls_with_a_login_from_the_url_or_the_environment_works(
     kafka: Handle,
 ) -> None:
     ca = f"ca={kafka.file('kafka.pem')}"
@@ -415,7 +416,7 @@ async def test_tls_and_a_login_from_the_url_or_the_environment_carry_messages(
         await broker.close()
 
 
-async def test_a_wrong_password_a_certificate_of_nobody_and_a_port_of_the_other_kind_have_their_own_sentences(
+async def test_bad_password_untrusted_certificate_and_plain_port_have_different_errors(
     kafka: Handle,
 ) -> None:
     ca, secure = f"ca={kafka.file('kafka.pem')}", f"127.0.0.1:{kafka.ports('secure')}"
@@ -435,7 +436,7 @@ async def test_a_wrong_password_a_certificate_of_nobody_and_a_port_of_the_other_
     assert isinstance(missing, ConfigError)
 
 
-async def test_a_missing_right_is_told_with_the_rights_that_are_needed(kafka: Handle) -> None:
+async def test_the_error_for_a_missing_right_lists_the_needed_rights(kafka: Handle) -> None:
     name = f"t{uuid.uuid4().hex[:12]}"
     owner, api = open_kafka(kafka.url, name), cast(Any, admin)
     who = ("User:nobody", "*", api.AclOperation.CREATE, api.AclPermissionType.DENY)
@@ -449,7 +450,7 @@ async def test_a_missing_right_is_told_with_the_rights_that_are_needed(kafka: Ha
         future.result(30)
     try:
         login = f"kafka+ssl://nobody:secret@127.0.0.1:{kafka.ports('secure')}"
-        for early in itertools.count():  # a server hears of a rule in its own time
+        for early in itertools.count():  # the server applies a new rule after a while
             broker = open_kafka(login, f"{name}.{early}", f"ca={kafka.file('kafka.pem')}")
             try:
                 await broker.ensure([TopicSpec(name="t")])
@@ -466,17 +467,17 @@ async def test_a_missing_right_is_told_with_the_rights_that_are_needed(kafka: Ha
             future.result(30)
         await owner.close()
     assert isinstance(denied, Unreachable)
-    assert f"does not permit us creating topic {name}." in denied.message
+    assert f"does not permit creating topic {name}." in denied.message
     assert "Create, Describe, Read, Write" in denied.hint
 
 
-async def test_a_topic_that_cannot_be_made_so_says_what_to_change(url: str) -> None:
+async def test_a_topic_that_the_server_refuses_to_create_is_a_configuration_error(url: str) -> None:
     refused = await refusal(open_kafka(url, "n" * 300))
     assert isinstance(refused, ConfigError)
     assert "refuses to create topic" in refused.message
 
 
-async def test_what_a_closed_subscription_had_is_ready_for_others(url: str) -> None:
+async def test_deliveries_of_a_closed_subscription_are_ready_for_others(url: str) -> None:
     broker = open_kafka(url)
     await broker.ensure([TopicSpec(name="t")])
     await fill(broker, ["a1", "b1"])

@@ -1,6 +1,4 @@
-"""The PostgreSQL broker: the suite every broker passes, on a real server, and what only a database
-in the middle of a fleet promises.
-"""
+"""The PostgreSQL broker: the conformance suite and tests of this adapter, on a real server."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ import pytest
 from tests.brokers.served import Served
 from tests.servers import Handle
 
-from penstock.brokers.postgres.notify import EVERY
+from penstock.brokers.postgres.notify import NOTIFY_INTERVAL
 from penstock.brokers.postgres.queue import PostgresBroker
 from penstock.clock import SystemClock
 from penstock.errors import StoreUnavailable
@@ -31,9 +29,7 @@ pytestmark = pytest.mark.server("postgres")
 
 
 class TestPostgres(Served):
-    """Time is the rig's, so that nothing sleeps; the server, its locks and its transactions are
-    real.
-    """
+    """A manual clock instead of sleeping. The server, its locks and its transactions are real."""
 
     name = "postgres"
 
@@ -63,7 +59,7 @@ class TestPostgres(Served):
 
     def last_word(self, broker: Broker, message: bytes) -> bytes:
         return (
-            b"\0" + self.stores[-1]._books._wire._names["COMMIT"] + b"\0"
+            b"\0" + self.stores[-1]._exclusive._wire._names["COMMIT"] + b"\0"
         )  # binds the prepared statement
 
     async def sleep(self, seconds: float) -> None:
@@ -73,11 +69,11 @@ class TestPostgres(Served):
         return self.clock.now()
 
 
-# -- what only PostgreSQL promises -----------------------------------------------------------------
+# -- guarantees of PostgreSQL only -----------------------------------------------------------------
 
 
 class Fleet:
-    """Processes of one pipeline, as the server sees them: connections of their own to one schema."""
+    """Processes of one pipeline: each has separate connections to one schema."""
 
     def __init__(self, url: str) -> None:
         self.url, self.namespace = url, f"t{secrets.token_hex(6)}"
@@ -98,14 +94,16 @@ class Fleet:
             cursor = db.execute(text)
             return cursor.fetchall() if cursor.description else []
 
-    def agrees(self) -> bool:
-        """What is noted by key is what is there."""
-        noted = "SELECT grp, prio, key, ready, leased, delayed FROM keyq WHERE ready<>0 OR leased<>0 OR delayed<>0"
+    def counters_match(self) -> bool:
+        """Return True if the counters per key match the rows of the queue."""
+        counters = "SELECT grp, prio, key, ready, leased, delayed FROM keyq WHERE ready<>0 OR leased<>0 OR delayed<>0"
         counted = (
             "SELECT grp, prio, key, count(*) FILTER (WHERE state=0), count(*) FILTER (WHERE state=1), count(*) FILTER (WHERE state=2)"
             " FROM queue GROUP BY grp, prio, key"
         )
-        return self.sql(f"({noted} EXCEPT {counted}) UNION ALL ({counted} EXCEPT {noted})") == []
+        return (
+            self.sql(f"({counters} EXCEPT {counted}) UNION ALL ({counted} EXCEPT {counters})") == []
+        )
 
 
 @pytest.fixture
@@ -121,7 +119,7 @@ def _out(i: int, *, key: str | None = None, topic: str = "t", **more: Any) -> Ou
     return Out(topic=topic, id=f"e{i}", key=key or f"k{i % 50}", body=b"x" * 200, **more)
 
 
-async def test_many_processes_that_take_and_settle_at_once_lose_nothing_and_get_nothing_twice(
+async def test_every_message_is_acked_once_by_concurrent_processes(
     fleet: Fleet,
 ) -> None:
     brokers = [fleet.join() for _ in range(4)]
@@ -136,13 +134,13 @@ async def test_many_processes_that_take_and_settle_at_once_lose_nothing_and_get_
 
     async def work(n: int, topic: str) -> None:
         sub = brokers[n % 4].subscribe(topic, "main", owner=f"w{n}", lease=30.0)
-        dice = random.Random(n)
+        rng = random.Random(n)
         while sum(id_[0] == topic for id_ in acked) < total:
             outcomes = [
-                (d, dice.choice((Ack(), Ack(), Retry(0.0, "x"), Release())))
+                (d, rng.choice((Ack(), Ack(), Retry(0.0, "x"), Release())))
                 for d in await sub.receive(20, 0.05)
             ]
-            assert all(await sub.settle(outcomes)), "what is handed out is ours alone"
+            assert all(await sub.settle(outcomes)), "a delivery was lost to another process"
             acked.update(d.id for d, outcome in outcomes if isinstance(outcome, Ack))
         await sub.close()
 
@@ -164,12 +162,12 @@ async def test_many_processes_that_take_and_settle_at_once_lose_nothing_and_get_
     for topic in "to":
         s = await brokers[0].stats(topic, "main")
         assert (s.ready, s.delayed, s.in_flight) == (0, 0, 0)
-    assert fleet.agrees()
+    assert fleet.counters_match()
     for broker in brokers:
         await broker.close()
 
 
-async def test_what_is_published_in_one_process_wakes_a_receiver_of_another(fleet: Fleet) -> None:
+async def test_a_publish_in_one_process_wakes_a_receiver_in_another(fleet: Fleet) -> None:
     one, other = fleet.join(), fleet.join()
     await one.ensure([TopicSpec(name="t")])
     sub = other.subscribe("t", "main", owner="w", lease=30.0)
@@ -189,20 +187,19 @@ async def test_what_is_published_in_one_process_wakes_a_receiver_of_another(flee
 
     other.listener._set = counting  # type: ignore[method-assign]
     began = time.monotonic()
-    for i in range(
-        20
-    ):  # those of one moment: the first is told with its commit, the others with one more word
+    # The first publish notifies with its commit. The others share one later notification.
+    for i in range(20):
         await one.publish([_out(i)])
     got = [d.id for d in await waiting]
     while len(got) < 20:
         got += [d.id for d in await sub.receive(20, 30.0)]
     assert sorted(got) == sorted(f"e{i}" for i in range(20))
-    assert 1 <= woken <= 3 + 2 * (time.monotonic() - began) / EVERY
+    assert 1 <= woken <= 3 + 2 * (time.monotonic() - began) / NOTIFY_INTERVAL
     await one.close()
     await other.close()
 
 
-async def test_a_topic_made_in_a_transaction_that_failed_is_not_remembered(fleet: Fleet) -> None:
+async def test_a_topic_of_a_failed_transaction_is_not_cached(fleet: Fleet) -> None:
     broker = fleet.join(ManualClock())
 
     def fails(tx: Tx) -> None:
@@ -219,7 +216,7 @@ async def test_a_topic_made_in_a_transaction_that_failed_is_not_remembered(fleet
     assert (await broker.stats("taken", "main")).ready == 0
 
 
-async def test_more_delays_than_one_look_brings_back_never_let_a_key_overtake_itself(
+async def test_many_delayed_messages_never_change_the_order_of_a_key(
     fleet: Fleet,
 ) -> None:
     clock = ManualClock()
@@ -235,23 +232,23 @@ async def test_more_delays_than_one_look_brings_back_never_let_a_key_overtake_it
         seen += [d.id for d in got]
     assert len(seen) == 1500
     assert "younger" not in seen
-    assert fleet.agrees()
+    assert fleet.counters_match()
 
 
-async def test_a_key_that_somebody_publishes_to_is_passed_over_and_nobody_waits(
+async def test_a_key_locked_by_a_publisher_is_skipped_without_waiting(
     fleet: Fleet,
 ) -> None:
     broker = fleet.join()
     await broker.ensure([TopicSpec(name="t")])
     await broker.publish([_out(1, key="busy"), _out(2, key="free")])
-    with psycopg.connect(fleet.url) as slow:  # a transaction that takes its time
+    with psycopg.connect(fleet.url) as slow:  # a slow transaction
         slow.execute(f"SELECT * FROM {fleet.namespace}.keyq WHERE key='busy' FOR UPDATE")
         sub = broker.subscribe("t", "main", owner="w", lease=30.0)
         assert [d.id for d in await sub.receive(10, 0.0)] == ["e2"]
     assert [d.id for d in await sub.receive(10, 30.0)] == ["e1"]
 
 
-async def test_a_worker_that_is_known_to_be_gone_gives_back_what_it_held(fleet: Fleet) -> None:
+async def test_the_deliveries_of_a_lost_worker_can_be_reclaimed(fleet: Fleet) -> None:
     broker = fleet.join(ManualClock())
     await broker.ensure([TopicSpec(name="t"), TopicSpec(name="o", ordered=True)])
     await broker.publish(
@@ -262,11 +259,11 @@ async def test_a_worker_that_is_known_to_be_gone_gives_back_what_it_held(fleet: 
         for topic in "to"
         for d in await broker.subscribe(topic, "main", owner="gone", lease=600.0).receive(1, 0.0)
     ]
-    kept = await broker.subscribe("t", "main", owner="alive", lease=600.0).receive(5, 0.0)
+    other = await broker.subscribe("t", "main", owner="alive", lease=600.0).receive(5, 0.0)
     assert sorted(await broker.db.write(lambda tx: broker.reclaim_in(tx, "gone"))) == sorted(
         d.id for d in held
     )
-    assert await broker.db.read(lambda tx: broker.holds_in(tx, [*held, *kept])) == [
+    assert await broker.db.read(lambda tx: broker.holds_in(tx, [*held, *other])) == [
         False,
         False,
         True,
@@ -275,10 +272,10 @@ async def test_a_worker_that_is_known_to_be_gone_gives_back_what_it_held(fleet: 
         d.id for d in await broker.subscribe("o", "main", owner="w", lease=600.0).receive(5, 0.0)
     ] == ["e3"]
     assert await broker.db.read(lambda tx: broker.running_in(tx, 100)) == {"alive": 1, "w": 1}
-    assert fleet.agrees()
+    assert fleet.counters_match()
 
 
-async def test_pruning_takes_only_settled_history_beyond_its_retention_and_gets_past_what_must_stay(
+async def test_pruning_removes_only_settled_messages_older_than_their_retention(
     fleet: Fleet,
 ) -> None:
     clock = ManualClock()
@@ -303,10 +300,10 @@ async def test_pruning_takes_only_settled_history_beyond_its_retention_and_gets_
     assert gone == 20
     assert (await broker.stats("t", "main")).ready == 31
     assert await broker.replay("u", "main", since=0.0) == 30
-    assert fleet.agrees()
+    assert fleet.counters_match()
 
 
-async def test_a_purge_keeps_what_is_in_flight_and_its_key_goes_on(fleet: Fleet) -> None:
+async def test_a_purge_keeps_deliveries_in_flight_and_the_order_of_their_key(fleet: Fleet) -> None:
     broker = fleet.join(ManualClock())
     await broker.ensure([TopicSpec(name="o", ordered=True)])
     await broker.publish([_out(i, topic="o", key="k") for i in range(3)])
@@ -317,10 +314,10 @@ async def test_a_purge_keeps_what_is_in_flight_and_its_key_goes_on(fleet: Fleet)
     assert await sub.receive(5, 0.0) == []
     assert list(await sub.settle([(d, Ack())])) == [True]
     assert [d.id for d in await sub.receive(5, 0.0)] == ["e9"]
-    assert fleet.agrees()
+    assert fleet.counters_match()
 
 
-async def test_what_postgres_text_cannot_hold_is_refused_alone_and_hostile_text_is_kept(
+async def test_text_that_postgres_cannot_store_fails_alone_and_hostile_text_is_kept(
     fleet: Fleet,
 ) -> None:
     broker = fleet.join(ManualClock())
@@ -340,13 +337,13 @@ async def test_what_postgres_text_cannot_hold_is_refused_alone_and_hostile_text_
     assert list(await sub.settle([(d, Dead(hostile))])) == [True]
 
 
-async def test_what_is_asked_all_the_time_touches_few_rows_though_the_server_still_takes_the_queue_for_empty(
+async def test_frequent_statements_touch_few_rows_with_statistics_of_an_empty_queue(
     fleet: Fleet,
 ) -> None:
     broker = fleet.join(ManualClock())
     await broker.ensure([TopicSpec(name="t")])
     sub = broker.subscribe("t", "main", owner="w", lease=30.0)
-    for _ in range(8):  # so that plans are made and kept
+    for _ in range(8):  # so that plans are prepared and cached
         await broker.publish([_out(0)])
         await sub.settle([(d, Ack()) for d in await sub.receive(5, 0.0)])
     fleet.sql("ANALYZE")
@@ -378,7 +375,7 @@ async def test_what_is_asked_all_the_time_touches_few_rows_though_the_server_sti
     assert await touched() - before < 10 * 20 * 30
 
 
-async def test_a_connection_that_the_server_cut_is_an_outage_at_most_once_and_nothing_is_lost(
+async def test_no_message_is_lost_when_the_server_terminates_connections(
     fleet: Fleet,
 ) -> None:
     broker = fleet.join()

@@ -1,6 +1,4 @@
-"""RabbitMQ: the suite every broker passes, and what is its own: the ladder, unroutable messages,
-alarms, outages, and how it says no.
-"""
+"""RabbitMQ: the conformance suite, and tests of its retry queues, routing, alarms and errors."""
 
 from __future__ import annotations
 
@@ -31,9 +29,7 @@ pytestmark = pytest.mark.server("rabbitmq")
 
 
 class Host:
-    """A virtual host of its own, with everything in it gone afterwards; and what an administrator
-    can do.
-    """
+    """A new virtual host, deleted after the test, and commands of an administrator."""
 
     def __init__(self, server: Handle) -> None:
         self.server, self.vhost = server, "t" + secrets.token_hex(4)
@@ -61,7 +57,7 @@ class Host:
             return json.loads(answer.read() or b"null")
 
     def control(self, *args: str) -> None:
-        """`rabbitmqctl`, without the wrapper that insists on the machine's own server."""
+        """Run `rabbitmqctl` without the wrapper, which needs the server of the machine."""
         server = self.server._server
         program = next(Path("/usr/lib/rabbitmq/bin").glob("rabbitmqctl"))
         subprocess.run(
@@ -108,7 +104,7 @@ class TestRabbitMQ(Served):
 
 
 def drop(broker: RabbitBroker) -> None:
-    """As a SIGKILL of the process would."""
+    """End the connections like a SIGKILL of the process."""
     broker.consuming.abort()
     broker.publishing.abort()
 
@@ -139,7 +135,7 @@ async def take(sub: Subscription, n: int, wait: float = 25.0) -> list[Delivery]:
 # -- routing ---------------------------------------------------------------------------------------
 
 
-def test_a_message_that_reaches_no_queue_is_reported_as_failed_and_the_others_are_not(
+def test_only_an_unroutable_message_is_reported_as_failed(
     host: Host,
 ) -> None:
     async def test(broker: RabbitBroker) -> None:
@@ -158,7 +154,7 @@ def test_a_message_that_reaches_no_queue_is_reported_as_failed_and_the_others_ar
     run(host, test)
 
 
-def test_another_program_binds_its_own_queue_by_stage_class_and_target(host: Host) -> None:
+def test_another_program_can_bind_a_queue_by_topic_priority_class_and_key(host: Host) -> None:
     async def test(broker: RabbitBroker) -> None:
         await broker.ensure([TopicSpec(name="t"), TopicSpec(name="t.dead")])
         channel = await broker.consuming.channel()
@@ -180,7 +176,7 @@ def test_another_program_binds_its_own_queue_by_stage_class_and_target(host: Hos
     run(host, test)
 
 
-def test_a_message_of_another_program_gets_an_id_once_and_keeps_it(host: Host) -> None:
+def test_a_message_of_another_program_gets_an_id_that_stays_the_same(host: Host) -> None:
     async def test(broker: RabbitBroker) -> None:
         await broker.ensure([TopicSpec(name="t")])
         for i in range(2):
@@ -226,7 +222,7 @@ def test_a_key_that_is_long_or_odd_is_delivered_unchanged(host: Host) -> None:
     run(host, test)
 
 
-def test_what_cannot_be_put_into_a_message_fails_alone(host: Host) -> None:
+def test_a_message_that_cannot_be_encoded_fails_alone(host: Host) -> None:
     async def test(broker: RabbitBroker) -> None:
         await broker.ensure([TopicSpec(name="t")])
         assert list(
@@ -241,7 +237,7 @@ def test_what_cannot_be_put_into_a_message_fails_alone(host: Host) -> None:
 # -- waiting ---------------------------------------------------------------------------------------
 
 
-def test_many_delays_end_in_the_order_of_their_times_whatever_was_asked_for_first(
+def test_delayed_messages_are_delivered_in_the_order_of_their_due_times(
     host: Host,
 ) -> None:
     delays = [
@@ -253,11 +249,12 @@ def test_many_delays_end_in_the_order_of_their_times_whatever_was_asked_for_firs
         1.4,
         3.2,
         0.6,
-    ]  # the shortest is longer than it takes to publish them all
+    ]  # the shortest is longer than publishing takes
 
     async def watch(worst: list[float]) -> None:
-        """How long this machine stood still at most: what ends within that time may end in any
-        order.
+        """Measure the longest pause of this machine.
+
+        Delays that end within such a pause may end in any order.
         """
         while True:
             began = time.monotonic()
@@ -266,8 +263,8 @@ def test_many_delays_end_in_the_order_of_their_times_whatever_was_asked_for_firs
 
     async def test(broker: RabbitBroker) -> None:
         await broker.ensure([TopicSpec(name="t")])
-        stood = [0.0]
-        watching = asyncio.create_task(watch(stood))
+        pause = [0.0]
+        watching = asyncio.create_task(watch(pause))
         began = time.time()
         assert set(
             await broker.publish([out(f"{delay:g}", not_before=began + delay) for delay in delays])
@@ -281,10 +278,12 @@ def test_many_delays_end_in_the_order_of_their_times_whatever_was_asked_for_firs
         watching.cancel()
         order = [float(id) for id, _ in seen]
         assert sorted(order) == sorted(delays)
-        assert all(a < b + stood[0] + 0.2 for i, a in enumerate(order) for b in order[i + 1 :]), (
-            f"{order}, and the machine stood still for {stood[0]:.1f} s"
+        assert all(a < b + pause[0] + 0.2 for i, a in enumerate(order) for b in order[i + 1 :]), (
+            f"{order}, and the machine paused for {pause[0]:.1f} s"
         )
-        assert all(at >= float(id) - 0.01 for id, at in seen), "none came before its time"
+        assert all(at >= float(id) - 0.01 for id, at in seen), (
+            "a message was delivered before it was due"
+        )
 
     run(host, test)
 
@@ -307,7 +306,7 @@ def test_a_retry_waits_for_its_own_group_only(host: Host) -> None:
     run(host, test)
 
 
-def test_what_the_server_gives_up_is_a_dead_letter_that_says_so(host: Host) -> None:
+def test_a_message_over_the_delivery_limit_is_a_dead_letter_with_that_reason(host: Host) -> None:
     async def test(broker: RabbitBroker) -> None:
         broker.names.delivery_limit = 2
         await broker.ensure([TopicSpec(name="t")])
@@ -317,22 +316,22 @@ def test_what_the_server_gives_up_is_a_dead_letter_that_says_so(host: Host) -> N
             (d,) = await take(victim.subscribe("t", "main", owner="victim", lease=30), 1)
             assert d.deliveries == n
             drop(victim)
-        (letter,) = await take(broker.subscribe("t.dead", "main", owner="w", lease=30), 1)
-        assert (letter.id, letter.key, letter.body, letter.headers["h"]) == (
+        (dead_letter,) = await take(broker.subscribe("t.dead", "main", owner="w", lease=30), 1)
+        assert (dead_letter.id, dead_letter.key, dead_letter.body, dead_letter.headers["h"]) == (
             "poison",
             "shop.test",
             b"poison",
             "v",
         )
-        assert "gave it up" in letter.headers["penstock-reason"]
+        assert "gave it up" in dead_letter.headers["penstock-reason"]
 
     run(host, test)
 
 
-# -- trouble ---------------------------------------------------------------------------------------
+# -- failures --------------------------------------------------------------------------------------
 
 
-def test_a_server_short_of_memory_is_full_acks_get_through_and_it_goes_on_afterwards(
+def test_a_memory_alarm_blocks_publishing_but_not_acks_and_ends_with_the_alarm(
     host: Host,
 ) -> None:
     async def watermark(*level: str) -> None:
@@ -346,10 +345,8 @@ def test_a_server_short_of_memory_is_full_acks_get_through_and_it_goes_on_afterw
         await watermark("absolute", "1MB")
         try:
             while (answers := list(await broker.publish([out("b")]))) == ["ok"]:
-                pass  # the alarm goes round in its own time
-            assert answers == ["unknown"], (
-                "it was sent before the server said that it takes nothing"
-            )
+                pass  # the alarm takes a while to arrive
+            assert answers == ["unknown"], "the message was sent before the alarm arrived"
             assert list(await broker.publish([out("c"), out("d")])) == ["full", "full"]
             with pytest.raises(StoreUnavailable):
                 await sub.settle([(a, Retry(0.0, "x"))])
@@ -366,7 +363,7 @@ def test_a_server_short_of_memory_is_full_acks_get_through_and_it_goes_on_afterw
     run(host, test, url=host.url + "?publish_timeout=1")
 
 
-def test_a_queue_at_its_limit_says_full(host: Host) -> None:
+def test_publishing_to_a_queue_at_its_limit_is_reported_as_full(host: Host) -> None:
     async def test(broker: RabbitBroker) -> None:
         await broker.ensure([TopicSpec(name="t", max_depth=5)])
         answers = [(await broker.publish([out(f"m{i}")]))[0] for i in range(20)]
@@ -380,7 +377,7 @@ def test_a_queue_at_its_limit_says_full(host: Host) -> None:
     run(host, test)
 
 
-def test_what_another_channel_held_is_refused_and_touches_nothing(host: Host) -> None:
+def test_a_delivery_of_a_closed_channel_cannot_be_settled(host: Host) -> None:
     async def test(broker: RabbitBroker) -> None:
         await broker.ensure([TopicSpec(name="t")])
         await broker.publish([out("a")])
@@ -404,7 +401,7 @@ def test_what_another_channel_held_is_refused_and_touches_nothing(host: Host) ->
     run(host, test)
 
 
-def test_a_queue_that_was_deleted_is_made_again(host: Host) -> None:
+def test_a_deleted_queue_is_created_again(host: Host) -> None:
     async def test(broker: RabbitBroker) -> None:
         await broker.ensure([TopicSpec(name="t")])
         sub = broker.subscribe("t", "main", owner="w", lease=30)
@@ -422,7 +419,7 @@ def test_a_queue_that_was_deleted_is_made_again(host: Host) -> None:
     run(host, test)
 
 
-def test_with_the_management_api_figures_know_what_others_have_in_flight(host: Host) -> None:
+def test_stats_with_the_management_api_count_deliveries_of_other_processes(host: Host) -> None:
     api = f"{host.url}?management=http://127.0.0.1:{host.server.ports('management')}"
 
     async def test(broker: RabbitBroker) -> None:
@@ -431,7 +428,7 @@ def test_with_the_management_api_figures_know_what_others_have_in_flight(host: H
         other = host.broker()
         assert len(await take(other.subscribe("t", "main", owner="other", lease=30), 2)) == 2
         seen = 0
-        while seen != 2:  # the server counts once in a while
+        while seen != 2:  # the server updates its counters periodically
             seen = (await broker.stats("t", "main")).in_flight
             await asyncio.sleep(0.1)
         await other.close()
@@ -447,11 +444,11 @@ def test_with_the_management_api_figures_know_what_others_have_in_flight(host: H
     )
 
 
-# -- how it says no --------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("dsn", "said"),
+    ("dsn", "message"),
     [
         ("amqp://", "names no RabbitMQ server"),
         ("amqp:///vhost", "names no RabbitMQ server"),
@@ -464,12 +461,14 @@ def test_with_the_management_api_figures_know_what_others_have_in_flight(host: H
         ("amqp://me:secret@host/?publish_timeout=-1", "publish_timeout is not a number"),
     ],
 )
-def test_a_mistyped_address_is_told_without_its_password(dsn: str, said: str) -> None:
-    with pytest.raises(ConfigError) as told:
+def test_an_invalid_address_is_an_error_that_does_not_show_the_password(
+    dsn: str, message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
         read_address(dsn)
-    assert said in told.value.message
-    assert told.value.hint
-    assert "cret" not in told.value.message + told.value.hint
+    assert message in caught.value.message
+    assert caught.value.hint
+    assert "cret" not in caught.value.message + caught.value.hint
 
 
 def refused(broker: RabbitBroker) -> Unreachable:
@@ -479,13 +478,15 @@ def refused(broker: RabbitBroker) -> Unreachable:
         finally:
             await broker.close()
 
-    with pytest.raises(Unreachable) as told:
+    with pytest.raises(Unreachable) as caught:
         asyncio.run(attempt())
-    assert told.value.hint
-    return told.value
+    assert caught.value.hint
+    return caught.value
 
 
-def test_each_way_of_not_getting_in_has_its_own_sentence(host: Host) -> None:
+def test_bad_password_unknown_vhost_and_unreachable_server_have_different_errors(
+    host: Host,
+) -> None:
     place = f"127.0.0.1:{host.server.port}"
     assert (
         refused(host.broker(f"amqp://guest:hunter2@{place}/")).message
@@ -505,7 +506,7 @@ def test_each_way_of_not_getting_in_has_its_own_sentence(host: Host) -> None:
     assert "no TLS connection" in refused(host.broker(f"amqps://guest:guest@{place}/")).message
 
 
-def test_a_server_that_speaks_another_protocol_is_told_apart(host: Host) -> None:
+def test_a_server_with_another_protocol_is_an_error(host: Host) -> None:
     async def test() -> None:
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.read(8)
@@ -522,17 +523,17 @@ def test_a_server_that_speaks_another_protocol_is_told_apart(host: Host) -> None
     asyncio.run(test())
 
 
-def test_a_user_who_may_not_declare_is_told_what_is_missing(host: Host) -> None:
+def test_the_error_for_a_user_without_permissions_names_the_fix(host: Host) -> None:
     host.ask("PUT", "users/reader", {"password": "reader", "tags": ""})
     host.ask(
         "PUT", f"permissions/{host.vhost}/reader", {"configure": "", "write": "", "read": ".*"}
     )
-    told = refused(host.broker(host.url.replace("guest:guest", "reader:reader")))
-    assert "may not declare" in told.message
-    assert "set_permissions" in told.hint
+    caught = refused(host.broker(host.url.replace("guest:guest", "reader:reader")))
+    assert "may not declare" in caught.message
+    assert "set_permissions" in caught.hint
 
 
-def test_an_ordered_topic_is_refused_with_a_way_out(host: Host) -> None:
+def test_an_ordered_topic_is_refused_with_its_reason(host: Host) -> None:
     async def test(broker: RabbitBroker) -> None:
         with pytest.raises(ConfigError, match="order per key"):
             await broker.ensure([TopicSpec(name="t", ordered=True)])

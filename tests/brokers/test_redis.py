@@ -1,4 +1,4 @@
-"""Redis Streams: the suite every broker passes, and what only this adapter promises."""
+"""Redis Streams: the conformance suite and tests of this adapter."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ class TestRedis(Served):
 
 @pytest.fixture
 def by_hand(server: Servers) -> Iterator[Redis]:
-    """What an operator types; the server's settings are put back afterwards."""
+    """A client for commands of an operator. Restores the settings of the server afterwards."""
     with Redis.from_url(server("redis").url) as client:
         names = ("maxmemory", "maxmemory-policy", "appendonly")
         before = {name: client.config_get(name)[name] for name in names}
         yield client
         for name, value in before.items():
             client.config_set(name, value)
-        while (said := client.info("persistence"))["aof_rewrite_in_progress"] or said[
+        while (info := client.info("persistence"))["aof_rewrite_in_progress"] or info[
             "aof_rewrite_scheduled"
         ]:
-            time.sleep(0.05)  # an append-only file that is only being made does not outlive a kill
+            time.sleep(0.05)  # an unfinished append-only file is lost by a kill
 
 
 @contextlib.asynccontextmanager
@@ -88,7 +88,7 @@ async def drained(sub: Subscription) -> list[Delivery]:
 # -- outages ---------------------------------------------------------------------------------------
 
 
-async def test_a_killed_server_that_comes_back_has_lost_nothing_and_forgotten_no_settle(
+async def test_a_killed_and_restarted_server_keeps_all_messages_and_settles(
     server: Servers,
 ) -> None:
     redis = server("redis")
@@ -108,7 +108,7 @@ async def test_a_killed_server_that_comes_back_has_lost_nothing_and_forgotten_no
                 await call
         redis.start()
         assert list(await sub.settle([(got[6], Ack()), (got[0], Ack())])) == [True, False], (
-            "its lease outlives the server"
+            "the lease survives the restart of the server"
         )
         done = {d.id for d in [*got[:5], got[6]]}
         seen: set[str] = set()
@@ -121,19 +121,18 @@ async def test_a_killed_server_that_comes_back_has_lost_nothing_and_forgotten_no
         assert (s.ready, s.delayed, s.in_flight) == (0, 0, 0)
 
 
-async def test_publishing_to_a_server_that_is_away_says_so(server: Servers) -> None:
+async def test_publishing_to_an_unreachable_server_raises_an_error(server: Servers) -> None:
     redis = server("redis")
     async with opened(redis.url) as broker:
         redis.kill()
-        with contextlib.suppress(
-            StoreUnavailable
-        ):  # or unknown, on a connection that nobody has seen die yet
+        # Or unknown, on a connection whose end was not detected yet.
+        with contextlib.suppress(StoreUnavailable):
             assert list(await broker.publish(messages("a1"))) == [Published.UNKNOWN]
         with pytest.raises(StoreUnavailable):
             await broker.publish(messages("a1"))
 
 
-async def test_a_server_that_forgot_the_scripts_is_sent_them_again(
+async def test_scripts_are_loaded_again_after_a_script_flush(
     server: Servers, by_hand: Redis
 ) -> None:
     async with opened(server("redis").url) as broker:
@@ -145,7 +144,7 @@ async def test_a_server_that_forgot_the_scripts_is_sent_them_again(
         ]
 
 
-async def test_a_full_server_takes_nothing_more_and_can_be_drained(
+async def test_a_full_server_refuses_new_messages_and_can_be_drained(
     server: Servers, by_hand: Redis
 ) -> None:
     async with opened(server("redis").url) as broker:
@@ -171,23 +170,25 @@ async def test_a_full_server_takes_nothing_more_and_can_be_drained(
     [
         ("redis://", "names no host"),
         ("redis:/var/run", "names no host"),
-        ("redis://h:port/0", "port that is no number"),
-        ("redis://h:99999/0", "port that is no number"),
-        ("redis://h/zero", "'zero', which is no number"),
-        ("redis://u:secret@h/?password=secret", "not known or has no such value: password"),
+        ("redis://h:port/0", "port that is not a number"),
+        ("redis://h:99999/0", "port that is not a number"),
+        ("redis://h/zero", "'zero', which is not a number"),
+        ("redis://u:secret@h/?password=secret", "unknown value of it: password"),
         ("redis://u:secret@h/?volatile=maybe", "volatile"),
         ("redis://h/?ssl_ca_certs=x", "ssl_ca_certs"),
-        ("rediss://h/?ssl_ca_certs=/no/such.pem", "no file"),
+        ("rediss://h/?ssl_ca_certs=/no/such.pem", "not a file"),
     ],
 )
-def test_a_mistyped_address_is_one_sentence_and_shows_no_password(url: str, says: str) -> None:
+def test_an_invalid_address_is_an_error_that_does_not_show_the_password(
+    url: str, says: str
+) -> None:
     with pytest.raises(ConfigError, match=says) as e:
         parse(url)
     assert "secret" not in e.value.message + e.value.hint
     assert e.value.hint
 
 
-def test_an_address_with_everything_is_understood() -> None:
+def test_an_address_with_all_options_is_parsed() -> None:
     options, volatile = parse(
         f"rediss://us%40er:p%2Fw@h.test:1234/5?volatile=allow&ssl_ca_certs={__file__}"
     )
@@ -217,20 +218,18 @@ FINE = {
         ({"redis_version": "6.2.14"}, "version 6.2.14; Penstock needs 7.0 or newer"),
         ({"role": "slave"}, "is a replica"),
         ({"cluster_enabled": "1"}, "is a cluster node"),
-        ({"maxmemory_policy": "allkeys-lru"}, "may evict our keys"),
-        ({"aof_enabled": "0"}, "forgets on a restart"),
+        ({"maxmemory_policy": "allkeys-lru"}, "may evict keys of Penstock"),
+        ({"aof_enabled": "0"}, "loses its data on a restart"),
     ],
 )
-def test_a_server_that_cannot_be_trusted_is_refused_in_one_sentence(
-    fact: dict[str, str], says: str
-) -> None:
+def test_an_unsuitable_server_is_refused_with_its_reason(fact: dict[str, str], says: str) -> None:
     judge(FINE, "h:1", evictable=True, volatile=False)
     with pytest.raises(Unreachable, match=says) as e:
         judge({**FINE, **fact}, "h:1", evictable=False, volatile=False)
     assert e.value.hint
 
 
-def test_keys_that_expire_are_not_trusted_to_a_server_that_evicts_such_keys() -> None:
+def test_a_policy_that_evicts_expiring_keys_is_refused_for_expiring_keys() -> None:
     facts = {**FINE, "maxmemory_policy": "volatile-ttl"}
     judge(facts, "h:1", evictable=False, volatile=False)
     with pytest.raises(Unreachable, match="volatile-ttl"):
@@ -240,21 +239,21 @@ def test_keys_that_expire_are_not_trusted_to_a_server_that_evicts_such_keys() ->
 @pytest.mark.parametrize(
     ("name", "value"), [("maxmemory-policy", "allkeys-lfu"), ("appendonly", "no")]
 )
-async def test_an_evicting_or_forgetful_server_is_refused_unless_told(
+async def test_an_evicting_or_volatile_server_is_refused_unless_allowed(
     server: Servers, by_hand: Redis, name: str, value: str
 ) -> None:
     by_hand.config_set(name, value)
     broker = fresh(server("redis").url)
     with pytest.raises(
-        Unreachable, match="evict our keys" if name.startswith("max") else "forgets"
+        Unreachable, match="evict keys of Penstock" if name.startswith("max") else "loses its data"
     ):
         await broker.ensure([TopicSpec(name="t")])
     await broker.close()
-    async with opened(server("redis").url + "?volatile=allow") as told:
-        assert list(await told.publish(messages("a1"))) == [Published.OK]
+    async with opened(server("redis").url + "?volatile=allow") as allowed:
+        assert list(await allowed.publish(messages("a1"))) == [Published.OK]
 
 
-async def test_a_wrong_password_a_missing_permission_and_nobody_there_are_one_sentence_each(
+async def test_bad_password_missing_permission_and_no_server_have_different_errors(
     server: Servers, by_hand: Redis
 ) -> None:
     place = f"127.0.0.1:{server('redis').port}"
@@ -264,7 +263,7 @@ async def test_a_wrong_password_a_missing_permission_and_nobody_there_are_one_se
     try:
         for url, says in [
             (f"redis://reader:wrong@{place}", "refuses the user or password"),
-            (f"redis://reader:right@{place}", "does not permit"),
+            (f"redis://reader:right@{place}", "denies this user a command"),
             ("redis://reader:right@127.0.0.1:1", "no Redis server answers at 127.0.0.1:1"),
         ]:
             broker = fresh(url)
@@ -279,7 +278,7 @@ async def test_a_wrong_password_a_missing_permission_and_nobody_there_are_one_se
 
 @pytest.fixture
 def tls(tmp_path: Path) -> Iterator[tuple[int, Path]]:
-    """(port, certificate) of a server that speaks TLS only."""
+    """Start a server that accepts only TLS. Yield its port and its certificate."""
     key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
     made = (
         "openssl",
@@ -298,7 +297,7 @@ def tls(tmp_path: Path) -> Iterator[tuple[int, Path]]:
     subprocess.run(
         [*made, "-addext", "subjectAltName=DNS:localhost"], check=True, capture_output=True
     )
-    said = (
+    options = (
         "--tls-cert-file",
         certificate,
         "--tls-key-file",
@@ -315,21 +314,20 @@ def tls(tmp_path: Path) -> Iterator[tuple[int, Path]]:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         process = subprocess.Popen(
-            ["redis-server", "--port", "0", "--tls-port", str(port), "--dir", tmp_path, *said],
+            ["redis-server", "--port", "0", "--tls-port", str(port), "--dir", tmp_path, *options],
             stdout=subprocess.PIPE,
             text=True,
         )
         assert process.stdout is not None
-        told = []
+        log = []
         for line in process.stdout:
-            told.append(line)
+            log.append(line)
             if "Ready to accept connections" in line:
                 break
         else:
             process.wait()
-            assert "Address already in use" in "".join(
-                told
-            )  # somebody else was quicker, perhaps with a connection to elsewhere
+            # Another process has taken the port, perhaps for an outgoing connection.
+            assert "Address already in use" in "".join(log)
             continue
         break
     yield port, certificate
@@ -354,14 +352,14 @@ async def test_over_tls_the_certificate_must_be_trusted(tls: tuple[int, Path]) -
 # -- streams ---------------------------------------------------------------------------------------
 
 
-def test_a_position_leads_back_to_the_entry_and_no_two_are_the_same() -> None:
-    dice = random.Random(5)
+def test_a_position_is_unique_and_can_be_converted_back_to_its_entry() -> None:
+    rng = random.Random(5)
     seen = set()
     for _ in range(2000):
         rank, ms, seq = (
-            dice.randrange(3),
-            dice.randrange(1_600_000_000_000, 2_600_000_000_000),
-            dice.choice([0, 1, 7, 999_999, 2_000_000]),
+            rng.randrange(3),
+            rng.randrange(1_600_000_000_000, 2_600_000_000_000),
+            rng.choice([0, 1, 7, 999_999, 2_000_000]),
         )
         p = position(rank, f"{ms}-{seq}".encode())
         assert 0 < p < 1 << 63
@@ -376,7 +374,7 @@ def test_a_topic_and_its_dead_letters_share_a_hash_tag() -> None:
     assert base_of("a{b}", "c") == "{a_b_.c}"
 
 
-async def test_what_is_in_flight_is_in_the_groups_pending_list_under_its_owner(
+async def test_deliveries_in_flight_are_in_the_pending_list_under_their_owner(
     server: Servers, by_hand: Redis
 ) -> None:
     async with opened(server("redis").url) as broker:
@@ -390,7 +388,7 @@ async def test_what_is_in_flight_is_in_the_groups_pending_list_under_its_owner(
         assert by_hand.xinfo_consumers(broker.base("t") + ":normal", "main") == []
 
 
-async def test_what_another_tool_added_is_handed_out_and_can_be_condemned(
+async def test_an_entry_of_another_tool_is_delivered_and_can_be_dead_lettered(
     server: Servers, by_hand: Redis
 ) -> None:
     async with opened(server("redis").url) as broker:
@@ -405,7 +403,7 @@ async def test_what_another_tool_added_is_handed_out_and_can_be_condemned(
         assert {m.body for m in await broker.peek("t.dead", 5)} == {b"{}", b"\xff{"}
 
 
-async def test_a_consumer_removed_by_hand_takes_no_work_with_it(
+async def test_messages_of_a_consumer_removed_by_an_operator_are_redelivered(
     server: Servers, by_hand: Redis
 ) -> None:
     async with opened(server("redis").url) as broker:
@@ -418,7 +416,7 @@ async def test_a_consumer_removed_by_hand_takes_no_work_with_it(
         assert ids == {"a1", "b1"}
 
 
-async def test_trimming_leaves_what_any_group_has_still_to_read_or_to_finish(
+async def test_trimming_keeps_entries_that_a_group_has_not_read_or_settled(
     server: Servers, by_hand: Redis
 ) -> None:
     spec = TopicSpec(name="t", groups=("main", "slow"), retention=0.0)
@@ -458,7 +456,7 @@ async def test_history_within_its_retention_stays_and_can_be_replayed_into_a_new
         assert await drained(sub) == []
 
 
-async def test_a_group_that_comes_before_any_other_sees_all_and_a_later_one_what_comes_then(
+async def test_the_first_group_gets_all_messages_and_a_later_group_only_new_ones(
     server: Servers,
 ) -> None:
     broker = fresh(server("redis").url)
@@ -476,7 +474,7 @@ async def test_a_group_that_comes_before_any_other_sees_all_and_a_later_one_what
 async def test_a_receiver_that_waits_is_woken_by_a_publish_and_by_the_end_of_a_delay(
     server: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapter, "POLL_INTERVAL", 3600.0)  # asking again would be too late
+    monkeypatch.setattr(adapter, "POLL_INTERVAL", 3600.0)  # polling would be too late
     async with opened(server("redis").url) as broker:
         sub = broker.subscribe("t", "main", owner="w", lease=5)
         waiting = asyncio.create_task(sub.receive(5, 3600.0))
@@ -488,7 +486,7 @@ async def test_a_receiver_that_waits_is_woken_by_a_publish_and_by_the_end_of_a_d
         assert [d.id for d in await sub.receive(5, 3600.0)] == ["a1"]
 
 
-async def test_keys_that_were_only_held_take_no_place_of_others(server: Servers) -> None:
+async def test_held_keys_without_messages_do_not_block_other_keys(server: Servers) -> None:
     async with opened(server("redis").url) as broker:
         sub = broker.subscribe("t", "main", owner="w", lease=5)
         await sub.hold({f"h{i}": SystemClock().now() - 1.0 for i in range(300)})
@@ -496,7 +494,7 @@ async def test_keys_that_were_only_held_take_no_place_of_others(server: Servers)
         assert [d.id for d in await sub.receive(10, 0)] == ["z1"]
 
 
-async def test_work_behind_thousands_of_a_held_key_is_found(server: Servers) -> None:
+async def test_a_message_behind_thousands_of_a_held_key_is_delivered(server: Servers) -> None:
     async with opened(server("redis").url) as broker:
         sub = broker.subscribe("t", "main", owner="w", lease=5)
         await sub.hold({"a": SystemClock().now() + 60.0})
@@ -509,7 +507,7 @@ async def test_work_behind_thousands_of_a_held_key_is_found(server: Servers) -> 
         assert await broker.purge("t") == 7000
 
 
-async def test_a_message_that_cannot_be_written_fails_alone(server: Servers) -> None:
+async def test_a_message_that_cannot_be_encoded_fails_alone(server: Servers) -> None:
     async with opened(server("redis").url) as broker:
         batch = [*messages("a1"), Out(topic="t", id="b\udcff", key="b", body=b""), *messages("c1")]
         assert list(await broker.publish(batch)) == [Published.OK, Published.FAILED, Published.OK]

@@ -1,4 +1,4 @@
-"""SQS: the suite every broker passes, against a real server, and what only this adapter promises."""
+"""SQS: the conformance suite and tests of this adapter, on a real server."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def opened(url: str, namespace: str) -> SqsBroker:
 
 
 async def removed(broker: SqsBroker) -> None:
-    """The queues of a namespace, whose names begin alike."""
+    """Delete the queues of the namespace."""
     for url in (await broker.call("list_queues", QueueNamePrefix=broker.address.prefix + "-")).get(
         "QueueUrls", []
     ):
@@ -61,7 +61,7 @@ class TestSqs(Served):
             await each.close()
 
 
-# -- what only SQS promises, or cannot -------------------------------------------------------------
+# -- guarantees and limits of SQS only -------------------------------------------------------------
 
 Place = Callable[[str], Handle]
 NORMAL = wire.QueueId("t", "main", wire.NORMAL)
@@ -84,14 +84,14 @@ def out(id_: str, **more: object) -> Out:
     return Out(**{"topic": "t", "id": id_, "key": "k", "body": id_.encode(), **more})  # type: ignore[arg-type]
 
 
-async def test_a_message_of_another_tool_is_handed_out_as_it_is(server: Place) -> None:
+async def test_a_message_of_another_tool_is_delivered_unchanged(server: Place) -> None:
     async with at(server("sqs").url) as broker:
         sent = await broker.call_queue(NORMAL, "send_message", MessageBody='{"made": "by hand"}')
         (d,) = await broker.subscribe("t", "main", owner="w", lease=30).receive(5, 20.0)
         assert (d.id, d.body, d.headers) == (sent["MessageId"], b'{"made": "by hand"}', {})
 
 
-async def test_a_body_that_sqs_cannot_hold_is_failed_and_the_others_are_sent(server: Place) -> None:
+async def test_a_body_that_is_too_large_for_sqs_fails_alone(server: Place) -> None:
     async with at(server("sqs").url) as broker:
         noise = b"".join(uuid.uuid4().bytes for _ in range(40_000))
         answers = await broker.publish(
@@ -110,7 +110,7 @@ async def test_a_body_that_sqs_cannot_hold_is_failed_and_the_others_are_sent(ser
         assert got == {"a": b"a", "fits": noise[: broker.caps.max_body], "b": b"b"}
 
 
-async def test_a_retry_beyond_twelve_hours_becomes_a_new_message_that_waits(server: Place) -> None:
+async def test_a_retry_after_more_than_twelve_hours_is_delayed(server: Place) -> None:
     async with at(server("sqs").url) as broker:
         await broker.publish([out("a", priority=0)])
         sub = broker.subscribe("t", "main", owner="w", lease=30)
@@ -120,16 +120,15 @@ async def test_a_retry_beyond_twelve_hours_becomes_a_new_message_that_waits(serv
         assert (found.ready, found.delayed, found.in_flight) == (0, 1, 0)
 
 
-async def test_a_message_that_arrives_before_its_time_is_hidden_until_then(server: Place) -> None:
+async def test_a_message_received_before_its_due_time_is_delivered_when_due(server: Place) -> None:
     async with at(server("sqs").url) as broker:
         due = time.time() + 3.0
-        parcel = wire.pack(
-            out("a"), 1, due
-        )  # as after the fifteen minutes that SQS keeps a new one back
+        # SQS delays a new message by at most fifteen minutes. This is the state after that.
+        packed = wire.pack(out("a"), 1, due)
         fields = {
-            "MessageBody": parcel.body,
+            "MessageBody": packed.body,
             "MessageAttributes": {
-                wire.ATTRIBUTE: {"DataType": "String", "StringValue": parcel.attributes}
+                wire.ATTRIBUTE: {"DataType": "String", "StringValue": packed.attributes}
             },
         }
         await broker.call_queue(NORMAL, "send_message", **fields)
@@ -141,7 +140,7 @@ async def test_a_message_that_arrives_before_its_time_is_hidden_until_then(serve
         assert time.time() >= due
 
 
-async def test_a_group_that_another_process_declared_gets_what_is_published_here(
+async def test_a_group_declared_by_another_process_gets_the_messages(
     server: Place,
 ) -> None:
     url = server("sqs").url
@@ -158,7 +157,7 @@ async def test_a_group_that_another_process_declared_gets_what_is_published_here
             ] == ["a"]
 
 
-async def test_a_queue_that_is_not_as_we_would_make_it_is_told_and_left_alone(
+async def test_a_queue_with_other_settings_is_reported_and_not_changed(
     server: Place,
 ) -> None:
     url = server("sqs").url
@@ -193,7 +192,7 @@ async def test_an_ordered_topic_is_refused(server: Place) -> None:
             pass
 
 
-async def test_a_queue_that_was_removed_is_made_again(server: Place) -> None:
+async def test_a_deleted_queue_is_created_again(server: Place) -> None:
     async with at(server("sqs").url) as broker:
         sub = broker.subscribe("t", "main", owner="w", lease=30)
         await removed(broker)
@@ -204,7 +203,7 @@ async def test_a_queue_that_was_removed_is_made_again(server: Place) -> None:
         assert (await broker.stats("t", "main")).in_flight == 0
 
 
-async def test_what_was_not_asked_for_is_given_back_soon(server: Place) -> None:
+async def test_prefetched_messages_that_are_not_requested_are_returned_soon(server: Place) -> None:
     async with at(server("sqs").url) as broker:
         await broker.publish([out(f"a{i}") for i in range(8)])
         one, other = (broker.subscribe("t", "main", owner=o, lease=30) for o in "wx")
@@ -218,36 +217,35 @@ async def test_what_was_not_asked_for_is_given_back_soon(server: Place) -> None:
         assert len(set(got)) == 6
 
 
-async def test_a_subscription_that_closes_gives_back_what_its_last_poll_brought(
+async def test_a_closed_subscription_returns_the_messages_of_its_last_poll(
     server: Place,
 ) -> None:
     async with at(server("sqs").url) as broker:
         one, other = (broker.subscribe("t", "main", owner=o, lease=30) for o in "wx")
-        assert list(await one.receive(5, 0.1)) == []  # its long polls are still out
+        assert list(await one.receive(5, 0.1)) == []  # the long polls are still in progress
         await broker.publish([out("a")])
         await one.close()
         assert [d.id for d in await other.receive(5, 20.0)] == ["a"]
 
 
-async def test_a_receive_that_is_cancelled_loses_nothing(server: Place) -> None:
+async def test_a_cancelled_receive_loses_no_message(server: Place) -> None:
     async with at(server("sqs").url) as broker:
         await broker.publish([out(f"a{i}") for i in range(5)])
         one, other = (broker.subscribe("t", "main", owner=o, lease=30) for o in "wx")
         asking = asyncio.ensure_future(one.receive(5, 3.0))
-        await asyncio.sleep(0.01)  # on its way
+        await asyncio.sleep(0.01)  # the request is in progress
         asking.cancel()
         await asyncio.wait([asking])
         await one.close()
-        got = (
-            [] if asking.cancelled() else [d.id for d in asking.result()]
-        )  # it may have been quicker
+        # The receive may have finished before it was cancelled.
+        got = [] if asking.cancelled() else [d.id for d in asking.result()]
         async with asyncio.timeout(20):  # less than the lease
             while len(got) < 5:
                 got += [d.id for d in await other.receive(5, 1.0)]
         assert sorted(got) == [f"a{i}" for i in range(5)]
 
 
-async def test_what_sqs_gives_up_by_itself_lies_with_the_dead_letters_and_says_so(
+async def test_a_message_over_the_receive_limit_is_a_dead_letter_with_that_reason(
     server: Place,
 ) -> None:
     async with at(server("sqs").url + "&max_receives=2") as broker:
@@ -257,9 +255,11 @@ async def test_what_sqs_gives_up_by_itself_lies_with_the_dead_letters_and_says_s
             (d,) = await sub.receive(1, 20.0)
             await sub.settle([(d, Release())])
         assert list(await sub.receive(1, 1.0)) == []
-        (letter,) = await broker.subscribe("t.dead", "main", owner="w", lease=30).receive(5, 20.0)
-        assert (letter.id, letter.body) == ("a", b"a")
-        assert letter.headers == {
+        (dead_letter,) = await broker.subscribe("t.dead", "main", owner="w", lease=30).receive(
+            5, 20.0
+        )
+        assert (dead_letter.id, dead_letter.body) == ("a", b"a")
+        assert dead_letter.headers == {
             "h": "1",
             "penstock-reason": "given up by SQS: received too often without an end",
         }
@@ -269,7 +269,7 @@ async def test_what_sqs_gives_up_by_itself_lies_with_the_dead_letters_and_says_s
 
 
 @pytest.mark.slow
-async def test_a_server_that_is_gone_is_waited_for_and_its_queues_are_made_again(
+async def test_an_outage_raises_errors_and_the_lost_queues_are_created_again(
     server: Place,
 ) -> None:
     handle = server("sqs")
@@ -283,24 +283,26 @@ async def test_a_server_that_is_gone_is_waited_for_and_its_queues_are_made_again
         with pytest.raises(StoreUnavailable):
             await sub.settle([(d, Dead("no"))])
         assert list(await broker.publish([out("c")])) == [Published.UNKNOWN], (
-            "an earlier try of the client's own may have arrived"
+            "an earlier retry of the client may have arrived"
         )
         with pytest.raises(StoreUnavailable):
             await broker.stats("t", "main")
-        await asyncio.to_thread(handle.start)  # this one forgets everything when it ends
+        await asyncio.to_thread(handle.start)  # this server keeps its queues in memory
         assert list(await broker.publish([out("c")])) == [Published.OK]
         got: list[str] = []
         async with asyncio.timeout(60):
             while not got:
-                with contextlib.suppress(StoreUnavailable):  # of a poll that was out when it died
+                with contextlib.suppress(
+                    StoreUnavailable
+                ):  # from a poll that the outage interrupted
                     got = [d.id for d in await sub.receive(5, 20.0)]
         assert got == ["c"]
 
 
-# -- what can be wrong at the start ----------------------------------------------------------------
+# -- errors at the start ---------------------------------------------------------------------------
 
 
-async def told(url: str) -> PenstockError:
+async def error_of(url: str) -> PenstockError:
     with pytest.raises(PenstockError) as caught:
         async with at(url, "ns"):
             pass
@@ -310,7 +312,7 @@ async def told(url: str) -> PenstockError:
     return caught.value
 
 
-async def test_each_mistake_at_the_start_is_a_sentence_of_its_own(
+async def test_unreachable_server_tls_region_and_credentials_have_different_errors(
     server: Place, monkeypatch: pytest.MonkeyPatch, unused_port: int
 ) -> None:
     for name in (
@@ -324,17 +326,17 @@ async def test_each_mistake_at_the_start_is_a_sentence_of_its_own(
     for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
         monkeypatch.setenv(name, "/dev/null")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    error = await told(f"sqs://x:hunter2@127.0.0.1:{unused_port}/?tls=false")
+    error = await error_of(f"sqs://x:hunter2@127.0.0.1:{unused_port}/?tls=false")
     assert isinstance(error, Unreachable)
     assert "cannot be reached" in error.message
     assert (
         "does not answer with TLS"
-        in (await told(f"sqs://x:hunter2@127.0.0.1:{server('sqs').port}/?")).message
+        in (await error_of(f"sqs://x:hunter2@127.0.0.1:{server('sqs').port}/?")).message
     )
-    assert "needs a region" in (await told("sqs://x:hunter2@/?")).message
-    assert "no AWS credentials" in (await told("sqs://?region=eu-west-1")).message
+    assert "needs a region" in (await error_of("sqs://x:hunter2@/?")).message
+    assert "no AWS credentials" in (await error_of("sqs://?region=eu-west-1")).message
     monkeypatch.setenv("AWS_PROFILE", "nobody")
-    assert "nobody" in (await told("sqs://?region=eu-west-1")).message
+    assert "nobody" in (await error_of("sqs://?region=eu-west-1")).message
 
 
 @pytest.mark.parametrize(
@@ -345,7 +347,7 @@ async def test_each_mistake_at_the_start_is_a_sentence_of_its_own(
         b"-ERR what?\r\n",
     ],
 )
-async def test_a_server_that_does_not_speak_sqs_is_told(answer: bytes) -> None:
+async def test_a_server_that_is_not_sqs_is_an_error(answer: bytes) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(100)
         writer.write(answer)
@@ -355,25 +357,26 @@ async def test_a_server_that_does_not_speak_sqs_is_told(answer: bytes) -> None:
         port = listening.sockets[0].getsockname()[1]
         assert (
             "does not answer as SQS does"
-            in (await told(f"sqs://x:hunter2@127.0.0.1:{port}/?tls=false")).message
+            in (await error_of(f"sqs://x:hunter2@127.0.0.1:{port}/?tls=false")).message
         )
 
 
 @pytest.fixture
 def unused_port() -> Iterator[int]:
-    with socket.socket() as taken:  # by us, who do not listen: nobody else does either
+    with socket.socket() as taken:  # bound without listening, so no server can listen
         taken.bind(("127.0.0.1", 0))
         yield int(taken.getsockname()[1])
 
 
-@pytest.mark.server(
-    "s3"
-)  # moto, which also plays SQS, and checks keys and permissions when asked to
-async def test_wrong_credentials_and_missing_permissions_are_told_apart(server: Place) -> None:
+# The S3 server is moto. It also serves SQS, and can check keys and permissions.
+@pytest.mark.server("s3")
+async def test_wrong_credentials_and_missing_permissions_have_different_errors(
+    server: Place,
+) -> None:
     address = f"127.0.0.1:{server('s3').port}"
 
     def checking(after: str) -> None:
-        """Requests are checked from then on."""
+        """Make moto check credentials after this many requests."""
         request = urllib.request.Request(
             f"http://{address}/moto-api/reset-auth",
             data=after.encode(),
@@ -397,17 +400,19 @@ async def test_wrong_credentials_and_missing_permissions_are_told_apart(server: 
     try:
         assert (
             "does not know these credentials"
-            in (await told(f"sqs://nobody:hunter2@{address}/?tls=false&region=eu-west-1")).message
+            in (
+                await error_of(f"sqs://nobody:hunter2@{address}/?tls=false&region=eu-west-1")
+            ).message
         )
         assert (
             "does not know these credentials"
             in (
-                await told(
+                await error_of(
                     f"sqs://{key['AccessKeyId']}:hunter2@{address}/?tls=false&region=eu-west-1"
                 )
             ).message
         )
-        error = await told(
+        error = await error_of(
             f"sqs://{key['AccessKeyId']}:{quote(key['SecretAccessKey'], safe='')}@{address}/?tls=false&region=eu-west-1"
         )
         assert "does not allow sqs:CreateQueue" in error.message

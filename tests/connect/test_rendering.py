@@ -1,5 +1,6 @@
-"""What a pipeline's `connect` tables become: tables of options, names, secrets by reference, and
-mistakes as sentences. No worker is asked.
+"""Rendering of a pipeline's `connect` tables, without a Connect worker.
+
+Options, names, references to secrets, and errors.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def sink(given: dict[str, Any], url: str = "kafka://127.0.0.1:9092/products?key=
 # -- names and marks -------------------------------------------------------------------------------
 
 
-def test_a_connector_is_called_after_its_pipeline_and_its_table_and_carries_our_mark() -> None:
+def test_a_connector_is_named_after_pipeline_and_table_and_has_the_owner_option() -> None:
     made = source(TABLE)
     assert made.name == "shop-scrape-requests"
     assert (made.config["name"], made.config[OWNER_OPTION]) == ("shop-scrape-requests", "shop")
@@ -51,7 +52,7 @@ def test_a_connector_is_called_after_its_pipeline_and_its_table_and_carries_our_
     )
 
 
-def test_two_connectors_of_one_name_are_refused() -> None:
+def test_two_connectors_with_the_same_name_are_refused() -> None:
     shop = Pipeline("shop")
     for topic in ("a", "b"):
         shop.source(f"kafka://h:1/{topic}", connect=TABLE)
@@ -59,14 +60,14 @@ def test_two_connectors_of_one_name_are_refused() -> None:
         render(shop)
 
 
-def test_what_declares_no_connector_has_none() -> None:
+def test_a_pipeline_without_connect_tables_renders_no_connector() -> None:
     shop = Pipeline("shop")
     shop.source("kafka://h:1/requests")
     shop.sink("jsonl:products.jsonl")
     assert render(shop) == []
 
 
-def test_a_toml_pipeline_renders_the_same() -> None:
+def test_a_toml_pipeline_renders_the_same_connector() -> None:
     text = f"""
     [pipeline]
     name = "shop"
@@ -83,7 +84,7 @@ def test_a_toml_pipeline_renders_the_same() -> None:
 # -- Debezium's Postgres source --------------------------------------------------------------------
 
 
-def test_the_postgres_source_streams_new_rows_within_milliseconds() -> None:
+def test_the_postgres_source_has_options_for_streaming_with_low_latency() -> None:
     config = source(TABLE).config
     assert {
         "database.hostname": "db.example",
@@ -150,18 +151,18 @@ def test_the_postgres_source_streams_new_rows_within_milliseconds() -> None:
         ),
     ],
 )
-def test_each_option_of_the_postgres_source_says_its_own(
+def test_each_option_of_the_postgres_source_is_rendered(
     given: dict[str, Any], expected: dict[str, str]
 ) -> None:
     assert expected.items() <= source({**TABLE, **given}).config.items()
 
 
-def test_an_envelope_is_left_whole_where_it_is_asked_for() -> None:
+def test_unwrap_false_renders_no_transforms() -> None:
     config = source({**TABLE, "unwrap": False}).config
     assert not [name for name in config if name.startswith("transforms")]
 
 
-def test_a_topic_of_another_name_is_reached_by_a_transform() -> None:
+def test_a_topic_with_another_name_is_rendered_as_a_routing_transform() -> None:
     config = source(TABLE, topic="requests").config
     assert config["topic.prefix"] == "shop-scrape-requests"
     assert config["transforms"] == "unwrap,topic"
@@ -171,7 +172,7 @@ def test_a_topic_of_another_name_is_reached_by_a_transform() -> None:
     )
 
 
-def test_routing_hints_of_a_connector_are_what_its_events_get() -> None:
+def test_routing_hints_of_a_connector_are_mapped_to_its_events() -> None:
     shop = Pipeline("shop")
     shop.source(
         "kafka://h:1/t",
@@ -201,12 +202,11 @@ def test_the_jdbc_sink_upserts_by_the_records_key_and_deletes() -> None:
         "value.converter.schemas.enable": "true",
         "key.converter.schemas.enable": "true",
     }.items() <= made.config.items()
-    assert (
-        "errors.tolerance" not in made.config
-    )  # a record that cannot be written stops it, visibly
+    # A record that cannot be written must stop the connector with an error.
+    assert "errors.tolerance" not in made.config
 
 
-def test_records_that_a_sink_cannot_write_go_aside_where_it_is_asked_for() -> None:
+def test_the_option_dead_letters_renders_a_dead_letter_topic() -> None:
     config = sink(
         {"kind": "jdbc-postgres", "database": DATABASE, "dead_letters": "products.bad"}
     ).config
@@ -219,7 +219,7 @@ def test_records_that_a_sink_cannot_write_go_aside_where_it_is_asked_for() -> No
 @pytest.mark.parametrize(
     "kind", [k for k in KINDS.values() if k.side == "sink"], ids=lambda k: k.name
 )
-def test_every_sink_reads_what_our_kafka_sink_writes(kind: Any) -> None:
+def test_every_sink_connector_reads_the_format_of_the_kafka_sink(kind: Any) -> None:
     config = template(kind).config
     assert config["topics"] == "products"
     assert config["value.converter"].endswith("JsonConverter")
@@ -230,7 +230,7 @@ def test_every_sink_reads_what_our_kafka_sink_writes(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda k: k.name)
-def test_what_is_rendered_is_what_the_connectors_documentation_knows(kind: Any) -> None:
+def test_every_rendered_option_is_in_the_catalogue_of_its_connector(kind: Any) -> None:
     assert check(kind.plugin, template(kind).config) == []
 
 
@@ -261,19 +261,17 @@ def test_the_catalogue_is_consistent() -> None:
 def test_the_templates_in_deploy_are_what_the_code_renders(kind: Any) -> None:
     file = ROOT / "deploy" / "connect" / f"{kind.name}.json"
     assert json.loads(file.read_text()) == document(template(kind)), (
-        f"penstock connect init {kind.name} -C deploy/connect writes it anew"
+        f"penstock connect init {kind.name} -C deploy/connect writes the file again"
     )
 
 
-def test_there_is_no_template_of_a_kind_that_is_gone() -> None:
+def test_every_template_in_deploy_belongs_to_an_existing_kind() -> None:
     assert {file.stem for file in (ROOT / "deploy" / "connect").glob("*.json")} == set(KINDS)
 
 
 @pytest.mark.parametrize("toml", [False, True])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda k: k.name)
-def test_what_init_shows_for_the_pipeline_declares_the_same_connector(
-    kind: Any, toml: bool
-) -> None:
+def test_the_declaration_shown_by_init_renders_the_template(kind: Any, toml: bool) -> None:
     lines = "\n".join(declaration(kind, toml=toml))
     if toml:
         shop = compile_toml(f'[pipeline]\nname = "shop"\n{lines}'.encode(), "shop.toml")
@@ -284,7 +282,7 @@ def test_what_init_shows_for_the_pipeline_declares_the_same_connector(
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda k: k.name)
-def test_no_template_holds_a_secret_or_a_mask(kind: Any) -> None:
+def test_no_template_contains_a_secret_or_a_masked_value(kind: Any) -> None:
     made = template(kind)
     assert made.clear_secrets() == []
     assert "***" not in json.dumps(document(made))
@@ -317,7 +315,7 @@ def test_a_password_is_never_shown() -> None:
         ({"database": "postgres://shop@db/shop", "password": "env:PW"}, "of-ours"),
     ],
 )
-def test_a_secret_is_the_workers_the_commands_or_written_down(
+def test_a_secret_is_a_reference_an_environment_variable_or_a_plain_value(
     given: dict[str, str], password: str
 ) -> None:
     made = source({**TABLE, **given}, DSN="postgres://shop:from-env@db/shop", PW="of-ours")
@@ -337,7 +335,9 @@ def test_a_secret_is_the_workers_the_commands_or_written_down(
         ("topics", "passwords", False),
     ],
 )
-def test_what_counts_as_a_secret(option: str, value: str, is_one: bool) -> None:
+def test_secret_options_are_recognized_by_name_and_value(
+    option: str, value: str, is_one: bool
+) -> None:
     secrets = frozenset().union(*(p.secrets for p in PLUGINS.values()))
     assert is_secret(option, value, secrets) is is_one
 
@@ -382,7 +382,7 @@ def test_a_url_with_a_login_is_shown_without_it() -> None:
         ({"config": {"a": ["b"]}}, "connect.config is not a table of plain values", ""),
     ],
 )
-def test_a_mistake_is_a_sentence_that_names_its_place(
+def test_an_invalid_option_is_an_error_that_names_the_source_and_the_option(
     given: dict[str, Any], says: str, hint: str
 ) -> None:
     with pytest.raises(ConfigError) as e:
@@ -393,7 +393,7 @@ def test_a_mistake_is_a_sentence_that_names_its_place(
     assert "hunter2" not in e.value.message + e.value.hint
 
 
-def test_a_missing_option_comes_with_an_example() -> None:
+def test_the_error_for_a_missing_option_has_an_example() -> None:
     with pytest.raises(ConfigError) as e:
         sink({"kind": "bigquery"})
     assert e.value.message == "sink 'kafka://127.0.0.1:9092/products': connect.project is missing"
@@ -401,7 +401,7 @@ def test_a_missing_option_comes_with_an_example() -> None:
 
 
 @pytest.mark.parametrize("how", ["?schemas=false", "option"])
-def test_a_sink_without_schemas_has_no_connector(how: str) -> None:
+def test_a_connector_for_a_sink_without_schemas_is_refused(how: str) -> None:
     shop = Pipeline("shop")
     connect, more = (
         {"kind": "jdbc-postgres", "database": DATABASE},

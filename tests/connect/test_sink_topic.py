@@ -1,5 +1,6 @@
-"""What our Kafka sink writes, read by Debezium's real JDBC sink with the configuration that
-`penstock connect` renders: rows of a real PostgreSQL table.
+"""Messages of the Kafka sink, written to PostgreSQL by Debezium's JDBC sink.
+
+The connector has the configuration that `penstock connect` renders.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def row(n: int, key: str, /, *, deleted: bool = False, **fields: Any) -> Row:
 
 
 class Estate:
-    """A topic that our sink fills, the connector behind it, and the table that it fills."""
+    """A topic that the Kafka sink fills, the JDBC connector, and its table."""
 
     def __init__(self, directory: Path, server: Server, ground: Ground) -> None:
         self.ground, self.name = ground, f"t{uuid.uuid4().hex[:12]}"
@@ -108,7 +109,7 @@ def estate(tmp_path: Path, server: Server) -> Iterator[Estate]:
     ground.sweep()
 
 
-def test_records_become_rows_whatever_their_fields_turn_into_and_removals_take_them_away(
+def test_records_with_changing_field_types_are_upserted_and_removals_delete_rows(
     estate: Estate,
 ) -> None:
     sink = estate.sink("key=sku&types=stock:int64")
@@ -169,14 +170,13 @@ def test_records_become_rows_whatever_their_fields_turn_into_and_removals_take_t
     assert (types["stock"], types["on"], types["sku"]) == ("bigint", "boolean", types["title"])
 
 
-def test_records_without_a_chosen_key_go_by_their_own_and_a_batch_that_comes_again_leaves_the_same_rows(
+def test_records_without_a_key_option_use_the_record_key_and_a_repeat_adds_no_row(
     estate: Estate,
 ) -> None:
     batch = [row(n, f"https://a.example/{n % 50}", n=n) for n in range(200)]
     estate.sink("provenance=true").write(batch)
-    estate.sink("provenance=true").write(
-        batch
-    )  # a process that was killed before it noted the position
+    # Like a process that was killed before it recorded its mark.
+    estate.sink("provenance=true").write(batch)
     estate.apply("provenance=true")
     estate.becomes(
         sorted((f"https://a.example/{n % 50}", float(n), f"e{n}") for n in range(150, 200)),

@@ -1,6 +1,4 @@
-"""What Debezium's real PostgreSQL connector writes, read by our Kafka source, in each of its
-wrappings.
-"""
+"""Messages of Debezium's PostgreSQL connector, read by the Kafka source in every format."""
 
 from __future__ import annotations
 
@@ -79,7 +77,7 @@ def estate(tmp_path: Path, server: Server) -> Iterator[Estate]:
     [(True, False), (False, False), (False, True)],
     ids=["unwrapped", "envelope", "with schema"],
 )
-async def test_every_change_of_a_table_is_found_once_as_its_row(
+async def test_every_change_of_a_table_is_one_finding_with_its_row(
     estate: Estate, unwrap: bool, schemas: bool
 ) -> None:
     estate.sql(
@@ -95,7 +93,7 @@ async def test_every_change_of_a_table_is_found_once_as_its_row(
     wait_for(lambda: estate.messages() >= 20, "the snapshot", 120, 0.1)
     estate.sql(
         f"INSERT INTO {estate.name} (url) SELECT 'http://new.test/' || n FROM generate_series(1, 30) n"
-    )  # one statement: several rows
+    )  # several rows in one statement
     estate.sql(f"UPDATE {estate.name} SET url = url || '?' WHERE id <= 5")
     estate.sql(f"DELETE FROM {estate.name} WHERE id = 1")
     wait_for(lambda: estate.messages() >= 56, "the changes", 120, 0.1)

@@ -32,7 +32,7 @@ Server = Callable[[str], Handle]
 
 
 class Estate:
-    """A pipeline with names of its own on the shared servers, and the command line run on it."""
+    """A pipeline with unique names on the shared servers, and commands that use it."""
 
     def __init__(self, directory: Path, server: Server, capsys: pytest.CaptureFixture[str]) -> None:
         self.id = "t" + uuid.uuid4().hex[:8]
@@ -78,15 +78,15 @@ class Estate:
         return str(file)
 
     def connect(self, *args: str) -> tuple[int, str]:
-        """Exit code, and all that was said."""
+        """Run `penstock connect`. Return the exit code and the output."""
         self._capsys.readouterr()
         code = main(["connect", *args, "--url", self.url])
-        said = self._capsys.readouterr()
-        return code, said.out + said.err
+        output = self._capsys.readouterr()
+        return code, output.out + output.err
 
     def json(self, *args: str) -> dict[str, Any]:
-        _, said = self.connect(*args, "--json")
-        found: dict[str, Any] = json.loads(said)
+        _, output = self.connect(*args, "--json")
+        found: dict[str, Any] = json.loads(output)
         return found
 
     def sql(self, statement: str) -> list[tuple[Any, ...]]:
@@ -95,8 +95,9 @@ class Estate:
             return cursor.fetchall() if cursor.description else []
 
     def publish(self, sku: str, price: float | None) -> None:
-        """As our Kafka sink writes it: schemas with it, the key as a struct, a tombstone for a
-        deletion.
+        """Produce a message in the format of the Kafka sink.
+
+        It has schemas and a struct key. A deletion is a tombstone.
         """
         fields = [{"field": "sku", "type": "string", "optional": False}]
         key = {
@@ -138,15 +139,15 @@ def estate(tmp_path: Path, server: Server, capsys: pytest.CaptureFixture[str]) -
 
 
 @served
-def test_a_row_becomes_a_record_and_a_record_a_row_by_what_apply_made(estate: Estate) -> None:
+def test_applied_connectors_turn_rows_into_messages_and_messages_into_rows(estate: Estate) -> None:
     file = estate.declare(source=estate.source, sink=estate.sink)
-    code, said = estate.connect("plan", file)
-    assert code == 5, said
-    assert f"+ {estate.id}-requests" in said
-    assert "poll.interval.ms = 20" in said
-    assert "2 to create" in said
-    code, said = estate.connect("apply", file)
-    assert code == 0, said
+    code, output = estate.connect("plan", file)
+    assert code == 5, output
+    assert f"+ {estate.id}-requests" in output
+    assert "poll.interval.ms = 20" in output
+    assert "2 to create" in output
+    code, output = estate.connect("apply", file)
+    assert code == 0, output
     assert estate.connect("plan", file)[0] == 0
     estate.sql(f"INSERT INTO {estate.id}_requests (url) VALUES ('http://shop.test/p/1')")
     consumer = Consumer(
@@ -157,7 +158,7 @@ def test_a_row_becomes_a_record_and_a_record_a_row_by_what_apply_made(estate: Es
         lambda: next((m for m in consumer.consume(1, 0.2) if m.error() is None), None),
         "the row on its topic",
         120,
-    )  # an error: no topic yet
+    )  # an error means that the topic does not exist yet
     value = json.loads(message.value())
     assert (value["url"], value["__op"], value["__lsn"] > 0) == ("http://shop.test/p/1", "c", True)
     assert json.loads(message.key()) == {"id": 1}
@@ -176,12 +177,14 @@ def test_a_row_becomes_a_record_and_a_record_a_row_by_what_apply_made(estate: Es
 
 
 @served
-def test_applying_again_sends_nothing_and_a_change_only_what_changed(estate: Estate) -> None:
+def test_apply_sends_nothing_if_nothing_differs_and_otherwise_only_the_change(
+    estate: Estate,
+) -> None:
     file = estate.declare(source=estate.source, sink=estate.sink)
     assert estate.connect("apply", file)[0] == 0
-    code, said = estate.connect("apply", file)
-    assert code == 0, said
-    assert "no connector differs, so none was sent" in said
+    code, output = estate.connect("apply", file)
+    assert code == 0, output
+    assert "no connector differs, so none was sent" in output
     estate.declare(source={**estate.source, "poll": "50ms"}, sink=estate.sink)
     planned = estate.json("plan", file)
     assert {c["name"]: c["action"] for c in planned["connectors"]} == {
@@ -196,10 +199,10 @@ def test_applying_again_sends_nothing_and_a_change_only_what_changed(estate: Est
         f"{estate.id}-requests": ("change", True, "RUNNING"),
         f"{estate.id}-products": ("keep", True, "RUNNING"),
     }
-    # What is declared no more is said, and deleted only when asked for.
+    # A connector that is no longer declared is reported, and deleted only with --prune.
     estate.declare(source={**estate.source, "poll": "50ms"})
-    code, said = estate.connect("apply", file)
-    assert "is no longer declared (--prune deletes it)" in said
+    code, output = estate.connect("apply", file)
+    assert "is no longer declared (--prune deletes it)" in output
     assert len(estate.json("status", "--pipeline", estate.id)["connectors"]) == 2
     assert estate.connect("apply", file, "--prune")[0] == 0
     assert [c["name"] for c in estate.json("status", "--pipeline", estate.id)["connectors"]] == [
@@ -208,7 +211,7 @@ def test_applying_again_sends_nothing_and_a_change_only_what_changed(estate: Est
 
 
 @served
-def test_a_secret_by_reference_is_read_by_the_worker_and_seen_by_nobody_else(
+def test_a_secret_reference_is_resolved_by_the_connect_worker_and_never_shown(
     estate: Estate, tmp_path: Path
 ) -> None:
     secrets = tmp_path / "db.properties"
@@ -216,21 +219,21 @@ def test_a_secret_by_reference_is_read_by_the_worker_and_seen_by_nobody_else(
     reference = f"${{file:{secrets}:password}}"
     file = estate.declare(sink={**estate.sink, "password": reference})
     assert estate.connect("apply", file)[0] == 0
-    kept = Worker(estate.url).connectors()[f"{estate.id}-products"].info.texts()
-    assert kept["connection.password"] == reference
+    stored = Worker(estate.url).connectors()[f"{estate.id}-products"].info.texts()
+    assert stored["connection.password"] == reference
     estate.declare(
         sink={**estate.sink, "database": estate.database.replace("postgres@", "postgres:hunter2@")}
     )
-    code, said = estate.connect("plan", file)
+    code, output = estate.connect("plan", file)
     assert code == 5
-    assert "hunter2" not in said
-    assert "connection.password = ${file:" in said
-    assert "→ ***" in said
+    assert "hunter2" not in output
+    assert "connection.password = ${file:" in output
+    assert "→ ***" in output
     assert "hunter2" not in estate.connect("plan", file, "--json")[1]
 
 
 @served
-def test_what_the_worker_finds_wrong_is_told_for_each_option_and_nothing_is_sent(
+def test_errors_of_the_connect_worker_are_listed_by_option_and_nothing_is_applied(
     estate: Estate,
 ) -> None:
     wrong = estate.database.replace(
@@ -239,34 +242,34 @@ def test_what_the_worker_finds_wrong_is_told_for_each_option_and_nothing_is_sent
     file = estate.declare(
         source={**estate.source, "database": wrong, "config": {"poll.interval.msec": "5"}}
     )
-    code, said = estate.connect("plan", file)
-    assert code == 3, said
-    assert "database.hostname: Error while validating connector config" in said
+    code, output = estate.connect("plan", file)
+    assert code == 3, output
+    assert "database.hostname: Error while validating connector config" in output
     assert (
-        "poll.interval.msec: is no option of this connector; did you mean poll.interval.ms?" in said
+        "poll.interval.msec: is no option of this connector; did you mean poll.interval.ms?"
+        in output
     )
-    code, said = estate.connect("apply", file)
-    assert (code, said.count("\n")) == (3, 2), said
-    assert "nothing was sent" in said
+    code, output = estate.connect("apply", file)
+    assert (code, output.count("\n")) == (3, 2), output
+    assert "nothing was sent" in output
     assert estate.json("status", "--pipeline", estate.id)["connectors"] == []
 
 
 @served
-def test_a_connector_that_fails_shows_its_trace_and_runs_once_it_is_restarted_without_the_cause(
+def test_a_failed_connector_shows_its_trace_and_runs_after_fix_and_restart(
     estate: Estate,
 ) -> None:
     missing = f"{estate.id}_db"
     database = estate.database.rpartition("/")[0] + f"/{missing}"
     file = estate.declare(sink={**estate.sink, "database": database})
-    code, said = estate.connect("apply", file)
-    assert code == 1, said
-    assert "task 0: " in said
-    assert (
-        "Unable to determine Dialect without JDBC metadata" in said
-    )  # its words for a database that it cannot open
-    assert "\tat " not in said
-    code, said = estate.connect("status", "--pipeline", estate.id)
-    assert (code, "FAILED" in said) == (1, True)
+    code, output = estate.connect("apply", file)
+    assert code == 1, output
+    assert "task 0: " in output
+    # The connector reports this if it cannot open the database.
+    assert "Unable to determine Dialect without JDBC metadata" in output
+    assert "\tat " not in output
+    code, output = estate.connect("status", "--pipeline", estate.id)
+    assert (code, "FAILED" in output) == (1, True)
     failed = estate.json("status", "--pipeline", estate.id)["connectors"][0]
     assert failed["tasks"][0]["state"] == "FAILED"
     assert any("Unable to determine Dialect" in line for line in failed["tasks"][0]["trace"])
@@ -281,7 +284,7 @@ def test_a_connector_that_fails_shows_its_trace_and_runs_once_it_is_restarted_wi
                 estate.json("status", "--pipeline", estate.id)["connectors"][0]["tasks"][0]["state"]
                 == "RUNNING"
             ),
-            "it runs",
+            "the task runs",
             120,
             0.2,
         )
@@ -295,7 +298,7 @@ def test_a_connector_that_fails_shows_its_trace_and_runs_once_it_is_restarted_wi
 
 
 @served
-def test_a_record_that_cannot_be_written_stops_the_task_and_restart_alone_takes_it_up_again(
+def test_an_unwritable_record_stops_the_task_until_dead_letters_are_configured(
     estate: Estate,
 ) -> None:
     file = estate.declare(sink=estate.sink)
@@ -307,18 +310,19 @@ def test_a_record_that_cannot_be_written_stops_the_task_and_restart_alone_takes_
         120,
         0.2,
     )
-    code, said = estate.connect("apply", file)  # as it was: nothing is sent, and it is no success
+    # No configuration differs, so apply sends none. The exit code reports the failed task.
+    code, output = estate.connect("apply", file)
     assert code == 1
-    assert "FAILED" in said
-    # A restart finds the same record again; passing it over is the user's decision.
+    assert "FAILED" in output
+    # A restart reads the same record again. Only the user can decide to skip it.
     estate.declare(sink={**estate.sink, "dead_letters": f"{estate.id}_bad", "replication": 1})
     assert estate.connect("apply", file)[0] == 0
     estate.publish("A", 1.0)
-    wait_for(lambda: estate.rows() == [("A", 1.0)], "what came after it", 120)
+    wait_for(lambda: estate.rows() == [("A", 1.0)], "the row after the unwritable record", 120)
 
 
 @served
-def test_what_penstock_did_not_make_it_does_not_touch(estate: Estate) -> None:
+def test_a_foreign_connector_is_never_changed_restarted_or_deleted(estate: Estate) -> None:
     worker, name = Worker(estate.url), f"{estate.id}-products"
     foreign = {
         "name": name,
@@ -329,14 +333,14 @@ def test_what_penstock_did_not_make_it_does_not_touch(estate: Estate) -> None:
     worker.put(name, foreign)
     try:
         file = estate.declare(sink=estate.sink)
-        code, said = estate.connect("plan", file)
-        assert code == 3, said
-        assert "belongs to another program, so set another name: connect.name" in said
+        code, output = estate.connect("plan", file)
+        assert code == 3, output
+        assert "belongs to another program, so set another name: connect.name" in output
         assert estate.connect("apply", file)[0] == 3
         for command in (("restart", name), ("delete", name, "--yes")):
-            code, said = estate.connect(*command)
+            code, output = estate.connect(*command)
             assert code == 2
-            assert f"connector {name} belongs to another program" in said
+            assert f"connector {name} belongs to another program" in output
         assert estate.connect("delete", "--all", "--yes", "--pipeline", estate.id) == (
             0,
             "no connector of a pipeline exists\n",
@@ -348,7 +352,7 @@ def test_what_penstock_did_not_make_it_does_not_touch(estate: Estate) -> None:
 
 
 @served
-def test_a_plugin_that_the_worker_lacks_is_checked_by_its_documentation_and_not_sent(
+def test_a_missing_plugin_is_checked_by_the_catalogue_and_not_applied(
     estate: Estate,
 ) -> None:
     given = {
@@ -360,49 +364,49 @@ def test_a_plugin_that_the_worker_lacks_is_checked_by_its_documentation_and_not_
         "config": {"upsertEnable": "true"},
     }
     file = estate.declare(sink=given)
-    code, said = estate.connect("plan", file)
-    assert code == 3, said
-    assert "not checked by the Connect worker: plugin not installed" in said
-    assert "upsertEnable: is no option of this connector; did you mean upsertEnabled?" in said
+    code, output = estate.connect("plan", file)
+    assert code == 3, output
+    assert "not checked by the Connect worker: plugin not installed" in output
+    assert "upsertEnable: is no option of this connector; did you mean upsertEnabled?" in output
     del given["config"]
     estate.declare(sink=given)
     assert estate.connect("plan", file)[0] == 5
     assert estate.json("plan", file)["connectors"][0]["checked_by"] == "documentation"
-    code, said = estate.connect("apply", file)
+    code, output = estate.connect("apply", file)
     assert code == 3
-    assert "the worker has no BigQuery sink" in said
+    assert "the worker has no BigQuery sink" in output
 
 
 @served
-def test_deleting_names_the_slot_that_stays(estate: Estate) -> None:
+def test_delete_names_the_replication_slot_that_remains(estate: Estate) -> None:
     file = estate.declare(source=estate.source)
     assert estate.connect("apply", file)[0] == 0
     name = f"{estate.id}-requests"
-    code, said = estate.connect("delete", name)
-    assert (code, "--yes to confirm" in said) == (2, True)
-    code, said = estate.connect("delete", name, "--yes")
+    code, output = estate.connect("delete", name)
+    assert (code, "--yes to confirm" in output) == (2, True)
+    code, output = estate.connect("delete", name, "--yes")
     assert code == 0
-    assert f"pg_drop_replication_slot('penstock_{estate.id}_requests')" in said
+    assert f"pg_drop_replication_slot('penstock_{estate.id}_requests')" in output
     assert estate.connect("delete", name, "--yes")[0] == 2
 
 
 @served
-def test_the_catalogue_of_what_runs_here_is_the_plugins_own(estate: Estate) -> None:
+def test_the_catalogue_matches_the_options_of_the_installed_plugins(estate: Estate) -> None:
     worker = Worker(estate.url)
     for plugin in (DEBEZIUM_POSTGRES, DEBEZIUM_JDBC):
-        said = worker.validate(
+        output = worker.validate(
             plugin.cls,
             {"connector.class": plugin.cls, "name": "x", "topic.prefix": "x", "topics": "x"},
         )
-        assert plugin.options <= said.names(), (plugin.title, plugin.options - said.names())
-        assert plugin.secrets == said.secrets()
+        assert plugin.options <= output.names(), (plugin.title, plugin.options - output.names())
+        assert plugin.secrets == output.secrets()
 
 
-# -- a worker that is none, or not yet -------------------------------------------------------------
+# -- unavailable workers ---------------------------------------------------------------------------
 
 
-class Pretender(BaseHTTPRequestHandler):
-    """Answers what it is told to, one after the other; the last one stays."""
+class FakeWorker(BaseHTTPRequestHandler):
+    """Server that sends the configured responses in order and then repeats the last one."""
 
     answers: ClassVar[list[tuple[int, bytes]]] = []
     asked: ClassVar[int] = 0
@@ -413,8 +417,8 @@ class Pretender(BaseHTTPRequestHandler):
         self.end_headers()
 
     def do_GET(self) -> None:
-        status, body = Pretender.answers[min(Pretender.asked, len(Pretender.answers) - 1)]
-        Pretender.asked += 1
+        status, body = FakeWorker.answers[min(FakeWorker.asked, len(FakeWorker.answers) - 1)]
+        FakeWorker.asked += 1
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -425,13 +429,13 @@ class Pretender(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def pretender() -> Iterator[Callable[..., str]]:
-    server = HTTPServer(("127.0.0.1", 0), Pretender)
+def fake_worker() -> Iterator[Callable[..., str]]:
+    server = HTTPServer(("127.0.0.1", 0), FakeWorker)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
 
     def answering(*answers: tuple[int, bytes]) -> str:
-        Pretender.answers, Pretender.asked = list(answers), 0
+        FakeWorker.answers, FakeWorker.asked = list(answers), 0
         return f"http://127.0.0.1:{server.server_port}"
 
     yield answering
@@ -440,19 +444,19 @@ def pretender() -> Iterator[Callable[..., str]]:
     server.server_close()
 
 
-def test_a_rebalance_is_waited_for(pretender: Callable[..., str]) -> None:
+def test_a_request_is_retried_during_a_rebalance(fake_worker: Callable[..., str]) -> None:
     waits: list[float] = []
     busy = (409, b'{"error_code":409,"message":"a rebalance is in process"}')
-    assert Worker(pretender(busy, busy, (200, b"{}")), wait=waits.append).connectors() == {}
+    assert Worker(fake_worker(busy, busy, (200, b"{}")), wait=waits.append).connectors() == {}
     assert waits == [0.25, 0.5]
 
 
-def test_a_rebalance_without_end_is_said(
-    pretender: Callable[..., str], capsys: pytest.CaptureFixture[str]
+def test_an_endless_rebalance_is_an_error(
+    fake_worker: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = iter(range(0, 10_000, 25))
     worker = Worker(
-        pretender((409, b'{"message":"a rebalance is in process"}')),
+        fake_worker((409, b'{"message":"a rebalance is in process"}')),
         wait=lambda seconds: None,
         now=lambda: float(next(clock)),
     )
@@ -461,10 +465,10 @@ def test_a_rebalance_without_end_is_said(
 
 
 @pytest.mark.parametrize("runs", [True, False])
-def test_a_failure_of_the_old_configuration_is_not_taken_for_one_of_the_new(
-    pretender: Callable[..., str], runs: bool
+def test_a_failure_of_the_old_configuration_is_not_reported_for_the_new_one(
+    fake_worker: Callable[..., str], runs: bool
 ) -> None:
-    def told(state: str, trace: str = "") -> tuple[int, bytes]:
+    def status_reply(state: str, trace: str = "") -> tuple[int, bytes]:
         return 200, json.dumps(
             {
                 "connector": {"state": "RUNNING"},
@@ -472,10 +476,12 @@ def test_a_failure_of_the_old_configuration_is_not_taken_for_one_of_the_new(
             }
         ).encode()
 
-    old = told("FAILED", "no schema")
+    old = status_reply("FAILED", "no schema")
     worker = Worker(
-        pretender(old, *[old] * 7, told("RUNNING") if runs else told("FAILED", "no table"))
-    )  # before, and while the worker is busy
+        fake_worker(
+            old, *[old] * 7, status_reply("RUNNING") if runs else status_reply("FAILED", "no table")
+        )
+    )  # the old status before the change, and while the worker is busy
     shop = Pipeline("shop")
     shop.sink(
         "kafka://127.0.0.1:9092/products?key=sku",
@@ -499,18 +505,20 @@ def test_a_failure_of_the_old_configuration_is_not_taken_for_one_of_the_new(
         ((401, b""), "rejects the credentials (401)"),
     ],
 )
-def test_what_is_no_worker_is_said_in_one_sentence(
-    pretender: Callable[..., str], capsys: pytest.CaptureFixture[str], answer: Any, says: str
+def test_a_server_that_is_not_a_connect_worker_is_an_error_without_the_password(
+    fake_worker: Callable[..., str], capsys: pytest.CaptureFixture[str], answer: Any, says: str
 ) -> None:
-    url = pretender(answer).replace("http://", "http://user:hunter2@")
+    url = fake_worker(answer).replace("http://", "http://user:hunter2@")
     assert main(["connect", "status", "--url", url]) == 4
-    said = capsys.readouterr().err
-    assert says in said
-    assert said.count("\n") == 2
-    assert "hunter2" not in said
+    output = capsys.readouterr().err
+    assert says in output
+    assert output.count("\n") == 2
+    assert "hunter2" not in output
 
 
-def test_a_worker_that_is_not_there_is_exit_four(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_connect_worker_ends_with_exit_code_4(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["connect", "status", "--url", "http://127.0.0.1:1"]) == 4
     assert (
         "the Connect worker at http://127.0.0.1:1 cannot be reached: Connection refused"
@@ -518,36 +526,36 @@ def test_a_worker_that_is_not_there_is_exit_four(capsys: pytest.CaptureFixture[s
     )
 
 
-def test_an_answer_without_end_is_cut_off(
-    pretender: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+def test_a_response_over_the_size_limit_is_an_error(
+    fake_worker: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.connect.rest.MAX_ANSWER", 1 << 20)
     with pytest.raises(Unreachable, match="more than 1 MiB"):
-        Worker(pretender((200, b"[" + b" " * (2 << 20)))).connectors()
+        Worker(fake_worker((200, b"[" + b" " * (2 << 20)))).connectors()
 
 
-# -- what needs no worker --------------------------------------------------------------------------
+# -- commands without a worker ---------------------------------------------------------------------
 
 
-def test_init_writes_a_connector_to_start_from_and_never_twice(
+def test_init_writes_a_connector_file_and_does_not_overwrite_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     where = str(tmp_path / "connect")
     assert main(["connect", "init", "debezium-postgres", "-C", where]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     written = json.loads((tmp_path / "connect" / "debezium-postgres.json").read_text())
     assert written["name"] == "shop-scrape-requests"
     assert written["config"]["database.password"] == "${env:SHOP_DB_PASSWORD}"
     assert (
         'connect={"kind":"debezium-postgres","database":"postgres://shop:${env:SHOP_DB_PASSWORD}@'
-        in said
+        in output
     )
     assert main(["connect", "init", "debezium-postgres", "-C", where]) == 2
     assert "exists already" in capsys.readouterr().err
     assert main(["connect", "init", "oracle"]) == 2
 
 
-def test_the_address_is_configuration(
+def test_the_address_of_the_connect_worker_comes_from_the_configuration(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)

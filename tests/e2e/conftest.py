@@ -1,6 +1,4 @@
-"""What every end-to-end test may ask for: a project, targets, a seed. What they are is in
-harness.py.
-"""
+"""Fixtures of the end-to-end tests: a project, a site, targets, a seed. See `harness`."""
 
 from __future__ import annotations
 
@@ -13,9 +11,8 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(
-    0, str(Path(__file__).parents[2])
-)  # for `tests.e2e.harness`, however pytest was started
+# `tests.e2e.harness` must be importable from any working directory.
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.e2e.harness import SHOP, Project, Site, Target
 
@@ -54,14 +51,14 @@ def target(project: Project, tmp_path: Path) -> Iterator[Callable[..., Target]]:
 
 @pytest.fixture
 def seed() -> int:
-    """Printed with a failure; E2E_SEED repeats it."""
+    """Return a random seed. A failure prints it, and E2E_SEED repeats it."""
     value = int(os.environ.get("E2E_SEED") or random.SystemRandom().randrange(1 << 32))
     print(f"E2E_SEED={value}")
     return value
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """So that `./dev test full` can repeat them: `-m random`."""
+    """Mark tests with a random seed, so that `./dev test full` can repeat them (`-m random`)."""
     for item in items:
         if "seed" in getattr(item, "fixturenames", ()):
             item.add_marker("random")

@@ -1,8 +1,7 @@
-"""What the end-to-end tests drive: a project directory with the real command line in real
-processes, and targets that keep their own log. No mocks.
+"""A project directory, real `penstock` processes, and target sites that keep an access log.
 
-Every process that a project starts carries a mark in its environment; a test fails if one of them
-is left behind.
+Every process that a project starts has a mark in its environment. A test fails if one of these
+processes is left behind.
 """
 
 from __future__ import annotations
@@ -50,8 +49,9 @@ shop.sink("jsonl:products.jsonl")
 
 
 def wait_for(true: Callable[[], Any], what: str, seconds: float = 60.0, every: float = 0.01) -> Any:
-    """The first true answer. The time is a ceiling for what hangs, on a machine that is slow, busy
-    or stands still now and then.
+    """Return the first true result of `true`. Fail the test after `seconds`.
+
+    The time limit only ends a hang. It allows for a machine that is slow, busy or suspended.
     """
     until = time.monotonic() + seconds
     while True:
@@ -67,8 +67,9 @@ _given: set[int] = set()
 
 
 def free_port() -> int:
-    """For a server that is told its port before it listens. None of those that the kernel gives to
-    outgoing connections, so nobody takes it meanwhile.
+    """Return a port for a server that needs its port before it listens.
+
+    The port is outside the range of ports for outgoing connections, so no client gets it.
     """
     while True:
         port = random.SystemRandom().randrange(10_000, 20_000)
@@ -86,7 +87,7 @@ class Done:
     err: str
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return f"exit {self.code}\n{self.out[-3000:]}\n{self.err[-3000:]}"
 
 
@@ -95,7 +96,7 @@ def product(n: int | str, price: str = "10.00", more: str = "") -> str:
 
 
 class Running:
-    """A command under way."""
+    """A `penstock` command that runs in the background."""
 
     def __init__(self, project: Project, args: tuple[str, ...]) -> None:
         self.log = project.dir / f"run-{len(project.started)}.log"
@@ -116,10 +117,9 @@ class Running:
         return self.process.poll() is not None
 
     @property
-    def said(self) -> str:
-        return self.log.read_text("utf-8", "replace")[
-            -200_000:
-        ]  # all of it, unless it floods: who waits for a line may come late
+    def output(self) -> str:
+        # The last 200,000 characters: a waiting test may look for a line that is not new.
+        return self.log.read_text("utf-8", "replace")[-200_000:]
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
@@ -132,11 +132,11 @@ class Running:
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
-            pytest.fail(f"still running after {seconds:g} s:\n{self.said}")
+            pytest.fail(f"still running after {seconds:g} s:\n{self.output}")
 
 
 class Project:
-    """A directory as a user has it, and `penstock` run in it."""
+    """A user's project directory, and the `penstock` commands that run in it."""
 
     def __init__(self, directory: Path) -> None:
         self.dir = directory
@@ -153,7 +153,7 @@ class Project:
         self.started: list[Running] = []
 
     def set(self, **options: str) -> None:
-        """`set(retry_base="1s")`: as environment variables."""
+        """Set options as environment variables, for example `set(retry_base="1s")`."""
         self.env |= {f"PENSTOCK_{name.upper()}": value for name, value in options.items()}
 
     def allow(self, *ports: int) -> None:
@@ -183,12 +183,12 @@ class Project:
             check=False,
         )
         done = Done(found.returncode, found.stdout, found.stderr)
-        assert "Traceback (most recent call last)" not in done.err, done.said
+        assert "Traceback (most recent call last)" not in done.err, done.output
         return done
 
     def good(self, *args: str, input: str | None = None, timeout: float = 300.0) -> str:
         done = self.penstock(*args, input=input, timeout=timeout)
-        assert done.code == 0, done.said
+        assert done.code == 0, done.output
         return done.out
 
     def start(self, *args: str) -> Running:
@@ -204,10 +204,10 @@ class Project:
 
     def run(self, *args: str, file: str = "shop.py", expect: int = 0) -> Done:
         done = self.penstock("run", file, "--until-idle", *args)
-        assert done.code == expect, done.said
+        assert done.code == expect, done.output
         return done
 
-    # -- what it says ------------------------------------------------------------------------------
+    # -- results -----------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self.good("status", "--json"))
@@ -228,31 +228,33 @@ class Project:
         return found
 
     def event(self, what: str) -> dict[str, Any]:
-        """The one event that was asked for: by id or URL (the newest)."""
+        """Return the event with this id, or the newest event of this URL."""
         found = self.trace(what)
         return next(e for e in found["events"] if e["event_id"] == found["asked"])
 
-    def letters(self) -> dict[str, dict[str, Any]]:
-        """Dead letters by the URL's last part."""
+    def dead_letters(self) -> dict[str, dict[str, Any]]:
+        """Return the dead letters by the last part of their URL."""
         found = json.loads(self.good("dlq", "ls", "--all", "--json", "--limit", "100000"))
-        return {letter["url"].rpartition("/")[2]: letter for letter in found["letters"]}
+        return {
+            dead_letter["url"].rpartition("/")[2]: dead_letter for dead_letter in found["letters"]
+        }
 
     def rows(self, name: str = "products.jsonl") -> list[dict[str, Any]]:
         return read_rows(self.dir / name)
 
     def written(self, name: str = "products.jsonl") -> int:
-        """Whole lines, of a file that is perhaps being written."""
+        """Count the complete lines of a file that a process may be writing."""
         path = self.dir / name
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
     def doctor(self) -> None:
         done = self.penstock("doctor")
-        assert done.code == 0, done.said
+        assert done.code == 0, done.output
 
     # -- processes ---------------------------------------------------------------------------------
 
     def processes(self) -> dict[int, str]:
-        """Living processes that this project started, however far removed: pid → command line."""
+        """Return pid → command line of all live processes that descend from this project."""
         found = {}
         wanted = f"{MARK}={self.mark}".encode()
         for entry in Path("/proc").iterdir():
@@ -268,8 +270,9 @@ class Project:
         return found
 
     def tree(self) -> tuple[list[int], list[int]]:
-        """(workers, zygotes): who fetches, and who has imported the pipeline and forks the
-        processes that run it.
+        """Return the pids of the workers and of the zygotes.
+
+        A worker fetches. A zygote has imported the pipeline and forks the child processes.
         """
         lines = self.processes()
         parents = {pid: _parent(pid) for pid in lines}
@@ -281,7 +284,7 @@ class Project:
         return sorted({parents[pid] for pid in zygotes} & set(lines)), zygotes
 
     def memory(self) -> int:
-        """Proportional set size of everything that runs here, in bytes."""
+        """Return the proportional set size of all processes of this project, in bytes."""
         total = 0
         for pid in self.processes():
             with contextlib.suppress(OSError):
@@ -312,7 +315,7 @@ def _parent(pid: int) -> int:
 
 
 def adds_up(status: dict[str, Any]) -> None:
-    """I10, at every look."""
+    """Check I10: `accepted` is the sum of all states."""
     for name, row in [*status["topics"].items(), ("total", status["total"])]:
         assert row["accepted"] == sum(
             row[k] for k in ("pending", "in_flight", "delayed", "success", "duplicate", "dead")
@@ -321,7 +324,7 @@ def adds_up(status: dict[str, Any]) -> None:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Whole lines only: a torn one is an error."""
+    """Read a JSONL file. An incomplete last line fails the test."""
     raw = path.read_bytes() if path.exists() else b""
     assert not raw or raw.endswith(b"\n"), (
         f"{path.name} ends in the middle of a line: {raw[-80:]!r}"
@@ -333,10 +336,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 class Site:
-    """The pretend web on a thread of the test's own process: its answers may be changed on the way.
+    """A web site on a thread of the test process. A test may change its responses at any time.
 
-    It measures how late its own clock is looked at: what a test says of times is as exact as the
-    machine, which may stand still for a while.
+    It measures how late its timers run, because the machine may be suspended for a while.
+    Tests add that delay to their time limits.
     """
 
     def __init__(self, handler: Handler | None = None) -> None:
@@ -344,7 +347,7 @@ class Site:
         self._ready, self._loop = threading.Event(), asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._failure: BaseException | None = None
-        self.lateness: list[float] = []  # seconds, each time it was to look at the clock
+        self.lateness: list[float] = []  # seconds of delay of each timer
         self._thread = threading.Thread(target=self._run, name="site")
         self._thread.start()
         self._ready.wait()
@@ -371,7 +374,7 @@ class Site:
 
     @property
     def late(self) -> float:
-        """Seconds: the longest that this machine kept it from looking at its clock."""
+        """Return the longest delay of a timer, in seconds."""
         return max(self.lateness)
 
     @property
@@ -382,7 +385,7 @@ class Site:
         return self.web.url(path)
 
     def serve(self, path: str, answer: Handler | Reply | str | bytes) -> str:
-        """Now and from now on. Returns its URL."""
+        """Serve `answer` at `path` from now on. Return the URL."""
         self.web.route(path, answer)
         return self.url(path)
 
@@ -397,8 +400,9 @@ class Site:
 
 
 class Target:
-    """/p/0 … /p/<pages-1> from a process of its own, some of them always 404, with an access log on
-    disk.
+    """A separate process that serves /p/0 … /p/<pages-1> and writes an access log.
+
+    A share of the pages (`dead_share`) is always 404.
     """
 
     def __init__(
@@ -423,12 +427,12 @@ class Target:
             start_new_session=True,
         )
         assert self.process.stdout is not None
-        said = json.loads(self.process.stdout.readline())
-        self.port: int = said["port"]
-        self.urls = [f"{said['url']}/p/{n}" for n in range(pages)]
+        started = json.loads(self.process.stdout.readline())
+        self.port: int = started["port"]
+        self.urls = [f"{started['url']}/p/{n}" for n in range(pages)]
 
     def asked(self) -> Counter[str]:
-        """How often each page was asked for, by its own log."""
+        """Return the number of requests for each page, from the access log."""
         return Counter(entry.path for entry in read_log(self.log) if entry.path.startswith("/p/"))
 
     def lines(self) -> int:

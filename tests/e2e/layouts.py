@@ -1,6 +1,4 @@
-"""Where a pipeline's topics and stores lie, as environment variables and nothing else: the layouts
-that the end-to-end tests run on.
-"""
+"""Layouts of the end-to-end tests: brokers and stores, set by environment variables only."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from tests.servers import Handle
 
 Server = Callable[[str], Handle]
 NEEDS: dict[str, tuple[str, ...]] = {
-    "apart": (),  # a broker in a file of its own: nothing but the relay is new
+    "apart": (),  # broker and ledger in separate files: only the relay is added
     "redis": ("redis",),
     "rabbitmq": ("rabbitmq",),
     "kafka": ("kafka",),
@@ -23,7 +21,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
 }
 
 
-# as short as the lease of tests that kill: a killed member's partitions go to others that soon
+# As short as the lease in tests that kill: then another member gets the partitions.
 QUICK = "?session=2s&grace=1s"
 
 
@@ -35,8 +33,10 @@ def layouts(*names: str) -> list[object]:
 
 
 def lay_out(project: Project, layout: str, server: Server, *, quick: bool = False) -> None:
-    """`quick`: for tests that kill. Others must not lose their place in a group because the machine
-    stood still for a moment.
+    """Set the project's environment variables for `layout`.
+
+    `quick` gives Kafka a short session timeout, for tests that kill workers. Other tests must not
+    lose their group membership when the machine is suspended for a second.
     """
     kafka_options = QUICK if quick else ""
     state = project.dir / ".penstock"

@@ -1,6 +1,4 @@
-"""The benches still run against the product as it is, and say what they promise to. What the
-figures are is not tested here.
-"""
+"""The benchmarks run and report the fields that they document. The figures are not tested."""
 
 from __future__ import annotations
 
@@ -22,13 +20,13 @@ pytestmark = [
     ),
     pytest.mark.skipif(
         not os.environ.get("BENCH_SMOKE"),
-        reason="NOT TESTED: BENCH_SMOKE=1 runs the benches; what they measure depends on who else is at work",
+        reason="NOT TESTED: BENCH_SMOKE=1 runs the benchmarks (other load on the machine changes their figures)",
     ),
 ]
 
 
 def bench(tmp_path: Path, *args: str) -> dict[str, Any]:
-    """The JSON object on its last line."""
+    """Run a benchmark. Return the JSON object on the last line of its output."""
     env = os.environ | {"BENCH_CACHE": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, str(ROOT / "bench" / "run.py"), *args, "--json"],
@@ -47,7 +45,7 @@ def bench(tmp_path: Path, *args: str) -> dict[str, Any]:
     return found
 
 
-def test_claim_tells_costs_ratios_memory_and_that_status_reads_counters(tmp_path: Path) -> None:
+def test_claim_reports_costs_ratios_memory_and_that_status_reads_counters(tmp_path: Path) -> None:
     found = bench(
         tmp_path, "claim", "--pending", "2000", "--hosts", "20,1", "--slices", "2", "--seconds", "4"
     )
@@ -64,10 +62,10 @@ def test_claim_tells_costs_ratios_memory_and_that_status_reads_counters(tmp_path
     assert found["worker"]["events"] > 0
     for who in ("push", "worker"):
         assert found[who]["rss_peak_mb"] > 10
-        assert found[who]["flat"] is None, "four seconds are too short for a verdict"
+        assert found[who]["flat"] is None, "four seconds are too short to judge memory growth"
 
 
-def test_slow_host_tells_what_one_costs_the_others(tmp_path: Path) -> None:
+def test_slow_host_reports_the_page_rate_with_and_without_a_slow_host(tmp_path: Path) -> None:
     found = bench(
         tmp_path, "slow-host", "--n", "500", "--slow", "300", "--hosts", "10", "--reps", "1"
     )
@@ -76,13 +74,13 @@ def test_slow_host_tells_what_one_costs_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.server("postgres")
-def test_cdc_tells_how_long_a_row_takes_until_its_event_is_durable(tmp_path: Path) -> None:
+def test_cdc_reports_the_time_from_a_row_to_its_durable_event(tmp_path: Path) -> None:
     found = bench(tmp_path, "cdc", "--n", "50", "--rate", "50", "--bulk", "2000", "--keep")
     assert 0 < found["commit_to_event"]["p50"] <= found["insert_to_event"]["p95"]
     assert found["bulk_events_per_second"] > 0
 
 
-def test_webhook_tells_how_long_a_signed_request_takes_until_its_event_is_durable(
+def test_webhook_reports_the_time_from_a_signed_request_to_its_durable_event(
     tmp_path: Path,
 ) -> None:
     found = bench(tmp_path, "webhook", "--rate", "50", "--seconds", "2", "--connections", "8")
@@ -92,7 +90,9 @@ def test_webhook_tells_how_long_a_signed_request_takes_until_its_event_is_durabl
     assert found["requests_per_second_flat_out"] > 0
 
 
-def test_seed_tells_how_long_a_row_takes_to_become_a_fetch_and_a_row(tmp_path: Path) -> None:
+def test_seed_reports_the_time_from_an_insert_to_the_fetch_and_to_the_result_row(
+    tmp_path: Path,
+) -> None:
     found = bench(tmp_path, "seed", "--n", "40", "--rate", "40")
     for step in ("insert_to_fetch", "insert_to_row"):
         assert 0 < found[step]["p50"] <= found[step]["p95"] <= found[step]["max"]
@@ -101,7 +101,7 @@ def test_seed_tells_how_long_a_row_takes_to_become_a_fetch_and_a_row(tmp_path: P
     )
 
 
-def test_a_bench_that_is_not_there_is_said_so(tmp_path: Path) -> None:
+def test_an_unknown_benchmark_is_an_error_that_lists_the_benchmarks(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "bench" / "run.py"), "speed"],
         cwd=tmp_path,
@@ -113,7 +113,7 @@ def test_a_bench_that_is_not_there_is_said_so(tmp_path: Path) -> None:
     assert "one of: pages, claim, slow-host" in done.stderr
 
 
-def test_pages_tells_pages_a_second_of_every_contender_and_how_it_scales(tmp_path: Path) -> None:
+def test_pages_reports_the_page_rate_of_every_contender_and_the_scaling(tmp_path: Path) -> None:
     if shutil.which("nginx", path=os.environ["PATH"] + ":/usr/sbin:/usr/local/sbin") is None:
         pytest.skip(
             "NOT TESTED: nginx is not installed, and `bench pages` fetches from it (apt install nginx)"

@@ -1,6 +1,4 @@
-"""Ten thousand rows in a hundred transactions, and a reader that is killed ten times on the way:
-ten thousand events, none twice.
-"""
+"""A PostgreSQL change stream under SIGKILL: every inserted row becomes exactly one event."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ KILLS, TRANSACTIONS, ROWS = 10, 100, 100
 
 
 class Database:
-    """One of its own, with a table of requests."""
+    """A new database of this test, with a table of requests."""
 
     def __init__(self, url: str) -> None:
         self.name = f"test_{secrets.token_hex(6)}"
@@ -57,7 +55,7 @@ class Database:
 
     def close(self) -> None:
         self.db.close()
-        wait_for(lambda: not any(active for _, active in self.slots()), "nobody reads the slot")
+        wait_for(lambda: not any(active for _, active in self.slots()), "no reader uses the slot")
         self._admin.execute(
             "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE database=%s",
             (self.name,),
@@ -72,7 +70,7 @@ class Database:
 def database(server: Callable[[str], Handle], project: Project) -> Iterator[Database]:
     database = Database(server("postgres").url)
     yield database
-    project.close()  # whoever still reads
+    project.close()  # end all readers
     database.close()
 
 
@@ -82,23 +80,24 @@ def pipeline(database: Database) -> str:
 
 
 def accepted(project: Project) -> int:
-    """Read beside the process that writes; 0 before it has begun, and while a new one still opens
-    what a killed one left.
+    """Count the accepted events while another process writes.
+
+    Return 0 if the ledger does not exist yet, or while a new process opens a killed one's ledger.
     """
     with (
         contextlib.suppress(sqlite3.Error),
         contextlib.closing(
             sqlite3.connect(f"file:{project.dir}/.penstock/penstock.db?mode=ro", uri=True)
-        ) as books,
+        ) as ledger,
     ):
-        return int(books.execute("SELECT count(*) FROM event").fetchone()[0])
+        return int(ledger.execute("SELECT count(*) FROM event").fetchone()[0])
     return 0
 
 
-def test_a_reader_killed_ten_times_makes_ten_thousand_events_of_ten_thousand_rows(
+def test_ten_thousand_rows_are_ten_thousand_events_with_a_reader_killed_ten_times(
     project: Project, database: Database
 ) -> None:
-    chance = random.Random(6)
+    rng = random.Random(6)
     project.write("shop.py", pipeline(database))
     project.set(namespace=database.name)
     run = ("run", "shop.py", "--role", "source")
@@ -113,14 +112,14 @@ def test_a_reader_killed_ten_times_makes_ten_thousand_events_of_ten_thousand_row
         for _ in range(TRANSACTIONS // KILLS):
             database.insert(written + 1, ROWS)
             written += ROWS
-        goal = round_ * 1000 + chance.randrange(1, 1000)
+        goal = round_ * 1000 + rng.randrange(1, 1000)
         wait_for(
             lambda reader=reader, goal=goal: reader.ended or accepted(project) >= goal,
             f"{goal} events",
             120,
             0.001,
         )
-        assert not reader.ended, reader.said
+        assert not reader.ended, reader.output
         reader.kill()
         killed += 1
         reader = project.start(*run)
@@ -132,25 +131,27 @@ def test_a_reader_killed_ten_times_makes_ten_thousand_events_of_ten_thousand_row
             ]
             == 0
         ),
-        "nothing is left in the log",
+        "the backlog is empty",
         120,
         0.5,
     )
     reader.signal(signal.SIGTERM)
-    assert reader.wait() == 0, reader.said
+    assert reader.wait() == 0, reader.output
     assert (killed, written) == (KILLS, TRANSACTIONS * ROWS)
-    with sqlite3.connect(f"file:{project.dir}/.penstock/penstock.db?mode=ro", uri=True) as books:
-        assert books.execute(
+    with sqlite3.connect(f"file:{project.dir}/.penstock/penstock.db?mode=ro", uri=True) as ledger:
+        assert ledger.execute(
             "SELECT count(*), count(DISTINCT url), count(DISTINCT id) FROM event"
         ).fetchone() == (written, written, written)
-    books.close()
+    ledger.close()
     state = json.loads(project.good("sources", "ls", "--json", "-p", "shop.py"))["sources"][0]
     assert state["events"] == written
     assert state["error"] is None
     assert project.total()["accepted"] == written
 
 
-def test_a_slot_is_made_shown_and_dropped_by_command(project: Project, database: Database) -> None:
+def test_a_replication_slot_is_created_listed_and_dropped_by_command(
+    project: Project, database: Database
+) -> None:
     project.write("shop.py", pipeline(database))
     project.write("penstock.toml", f'pipeline = "shop.py"\nnamespace = "{database.name}"\n')
     assert f"asked: slot {database.name}_asked keeps changes from" in project.good(
@@ -171,10 +172,10 @@ def test_a_slot_is_made_shown_and_dropped_by_command(project: Project, database:
     )
     wait_for(
         lambda: reader.ended or accepted(project) == 3,
-        "what was kept since the slot was made, before anything ran",
+        "the rows inserted after the slot was created",
     )
     reader.signal(signal.SIGTERM)
-    assert reader.wait() == 0, reader.said
+    assert reader.wait() == 0, reader.output
     assert "its slot is dropped" in project.good("sources", "slots", "drop", "asked")
     assert not database.slots()
     again = project.penstock("sources", "slots", "drop", "asked")
@@ -184,7 +185,7 @@ def test_a_slot_is_made_shown_and_dropped_by_command(project: Project, database:
     assert "there are: asked" in unknown.err
 
 
-def test_a_server_that_is_killed_and_comes_back_is_waited_for(
+def test_a_reader_continues_after_its_database_server_was_killed_and_restarted(
     project: Project, database: Database, server: Callable[[str], Handle]
 ) -> None:
     project.write("shop.py", pipeline(database))
@@ -198,20 +199,20 @@ def test_a_server_that_is_killed_and_comes_back_is_waited_for(
     database.insert(1, 500)
     server("postgres").kill()
     wait_for(
-        lambda: reader.ended or "it is tried again" in reader.said,
-        "the reader says that the server is gone",
+        lambda: reader.ended or "it is tried again" in reader.output,
+        "the reader logs that the server is down",
     )
     server("postgres").start()
     database.reconnect()
     database.insert(501, 500)
     wait_for(lambda: reader.ended or accepted(project) == 1000, "all of them", 180, 0.05)
     reader.signal(signal.SIGTERM)
-    assert reader.wait() == 0, reader.said
-    assert "Traceback" not in reader.said
+    assert reader.wait() == 0, reader.output
+    assert "Traceback" not in reader.output
     assert project.total()["accepted"] == 1000
 
 
-def test_rows_taken_from_a_table_by_a_reader_that_is_killed_are_each_one_event(
+def test_rows_of_a_polled_table_are_each_one_event_although_the_reader_is_killed(
     project: Project, database: Database
 ) -> None:
     database.db.execute("ALTER TABLE scrape_requests ADD COLUMN penstock_taken_at timestamptz")
@@ -226,19 +227,19 @@ def test_rows_taken_from_a_table_by_a_reader_that_is_killed_are_each_one_event(
             120,
             0.001,
         )
-        assert not reader.ended, reader.said
+        assert not reader.ended, reader.output
         reader.kill()
     database.insert(5001, 1000)
     reader = project.start(*run)
     wait_for(lambda: reader.ended or taken(database) == 6000, "all of them", 180, 0.05)
     reader.signal(signal.SIGTERM)
-    assert reader.wait() == 0, reader.said
-    with sqlite3.connect(f"file:{project.dir}/.penstock/penstock.db?mode=ro", uri=True) as books:
-        assert books.execute("SELECT count(*), count(DISTINCT url) FROM event").fetchone() == (
+    assert reader.wait() == 0, reader.output
+    with sqlite3.connect(f"file:{project.dir}/.penstock/penstock.db?mode=ro", uri=True) as ledger:
+        assert ledger.execute("SELECT count(*), count(DISTINCT url) FROM event").fetchone() == (
             6000,
             6000,
         )
-    books.close()
+    ledger.close()
 
 
 def taken(database: Database) -> int:

@@ -16,7 +16,7 @@ HOOKED = (
 import json
 
 @shop.on_change
-def tell(change):
+def record_change(change):
     with open(__file__.replace("shop.py", "changes.jsonl"), "a") as f:
         f.write(json.dumps({"event_id": change.event_id, "key": change.key, "old": change.old, "new": change.new, "fields": change.fields}) + "\\n")
 """
@@ -35,7 +35,7 @@ def again(project: Project, *urls: str) -> None:
     project.run()
 
 
-def test_unchanged_pages_end_as_success_without_a_row_and_changed_ones_tell_old_and_new(
+def test_an_unchanged_page_adds_no_row_and_a_changed_record_calls_the_hook(
     project: Project, site: Site
 ) -> None:
     project.set(dedup_window="0s", dedup_settle="0s")
@@ -94,10 +94,10 @@ def test_a_newer_extractor_reads_the_stored_page_again_after_a_304(
     assert second["shout"] == "PRODUCT 1"
     assert (first["_penstock"]["version"], second["_penstock"]["version"]) == (1, 2)
     again(project, url)
-    assert len(project.rows()) == 2, "with the same version a 304 is nothing new"
+    assert len(project.rows()) == 2, "after a 304 with the same version no row is added"
 
 
-def test_where_the_page_that_a_304_stands_for_is_gone_it_is_fetched_again_at_its_hosts_pace(
+def test_after_a_304_for_a_pruned_page_it_is_fetched_again_within_the_rate_limit(
     project: Project, site: Site
 ) -> None:
     project.set(dedup_window="0s", dedup_settle="0s", pace_rate="1")
@@ -109,11 +109,11 @@ def test_where_the_page_that_a_304_stands_for_is_gone_it_is_fetched_again_at_its
     asked = site.asked("/p/1")
     assert [entry.status for entry in asked] == [200, 304, 200]
     assert all(b.at - a.at >= 0.95e6 - site.late * 1e6 for a, b in itertools.pairwise(asked)), (
-        "one request a second, this one too"
+        "at most one request per second, including the repeated one"
     )
 
 
-def test_pages_that_no_extractor_matches_or_that_yield_nothing_are_counted_and_shown(
+def test_unmatched_and_empty_pages_are_counted_and_shown_in_status(
     project: Project, site: Site
 ) -> None:
     project.write(
@@ -133,31 +133,33 @@ def test_pages_that_no_extractor_matches_or_that_yield_nothing_are_counted_and_s
     assert [project.event(url)["reason"] for url in urls] == ["unmatched", "empty", ""]
     counters = project.status()["counters"]
     assert (counters["unmatched"], counters["empty"], counters["records"]) == (1, 1, 1)
-    said = project.good("status")
-    assert "no extractor matched" in said
-    assert "yielded nothing" in said
+    shown = project.good("status")
+    assert "no extractor matched" in shown
+    assert "yielded nothing" in shown
 
 
-def test_a_record_with_an_empty_key_is_dead_with_that_reason(project: Project, site: Site) -> None:
+def test_an_event_whose_record_has_an_empty_key_is_dead_with_that_reason(
+    project: Project, site: Site
+) -> None:
     url = site.serve("/p/1", "<h1>no sku here</h1>")
     project.push(url)
     project.run(expect=1)
-    letter = project.letters()["1"]
-    assert "key" in letter["reason"]
-    assert "sku" in letter["reason"]
+    dead_letter = project.dead_letters()["1"]
+    assert "key" in dead_letter["reason"]
+    assert "sku" in dead_letter["reason"]
     assert len(site.asked("/p/1")) == 1
     assert project.rows() == []
 
 
-def test_a_hook_that_fails_is_told_again_and_the_row_is_there_all_the_same(
+def test_a_failed_hook_is_called_again_and_the_row_is_written_once(
     project: Project, site: Site
 ) -> None:
     project.set(dedup_window="0s", dedup_settle="0s")
     project.write(
         "shop.py",
         HOOKED.replace(
-            "def tell(change):\n",
-            "def tell(change):\n    import os\n    if not os.path.exists('go'):\n        open('go', 'w').close()\n        raise OSError('not now')\n",
+            "def record_change(change):\n",
+            "def record_change(change):\n    import os\n    if not os.path.exists('go'):\n        open('go', 'w').close()\n        raise OSError('not now')\n",
         ),
     )
     url = site.serve("/p/1", product(1, "10.00"))

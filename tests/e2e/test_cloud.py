@@ -1,6 +1,4 @@
-"""Nothing but services to rent: topics on SQS, pages on S3. Split roles, a killed worker, and every
-product is one row.
-"""
+"""Topics on SQS and pages on S3, with split roles: a killed worker loses and repeats no row."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ def test_a_pipeline_on_sqs_and_s3_loses_nothing_when_a_worker_is_killed(
     for each in (fetch, rest):
         each.signal(15)
     for each in (fetch, rest):
-        assert each.wait() == 0, each.said
+        assert each.wait() == 0, each.output
     assert (
         project.total()["success"]
         == len({row["sku"] for row in project.rows()})

@@ -1,5 +1,6 @@
-"""`penstock demo` as a stranger runs it: it ends by itself, leaves what it says it leaves, and one
-page turns it away and one is broken on purpose.
+"""`penstock demo` as a new user runs it.
+
+One page of its shop responds with 429 once, and one page is broken on purpose.
 """
 
 from __future__ import annotations
@@ -27,32 +28,31 @@ BROKEN, LIMITED = "/product/mystery-box", "/product/founders-kettle"
 
 
 def demo_of(project: Project) -> Project:
-    """The directory that the demo made, as a project of the same user."""
+    """Return the directory that the demo created, as a project of the same user."""
     there = Project(project.dir / "penstock-demo")
     there.env = project.env
     return there
 
 
-def said_lines(text: str, beginning: str) -> list[str]:
+def lines_starting_with(text: str, beginning: str) -> list[str]:
     return [line for line in text.splitlines() if line.strip().startswith(beginning)]
 
 
-def test_a_first_run_ends_by_itself_with_records_a_retried_page_and_one_dead_letter(
+def test_a_first_demo_run_exits_with_records_a_retried_page_and_one_dead_letter(
     project: Project, site: Site
 ) -> None:
     began = time.time()
     project.good("version")
-    slow = 10 + 20 * max(
-        0.0, time.time() - began - 0.5
-    )  # seconds: what ten are on a machine that starts a program within half a second
+    # Seconds: 10 on a machine that starts a program within half a second, and more on a slower one.
+    slow = 10 + 20 * max(0.0, time.time() - began - 0.5)
     began = time.time()
     done = project.penstock("demo", "--seconds", "12")
-    assert done.code == 0, done.said
-    assert not done.err, done.said
+    assert done.code == 0, done.output
+    assert not done.err, done.output
     out = demo_of(project)
 
     rows = out.rows("records.jsonl")
-    assert len({row["sku"] for row in rows}) >= 45, done.said
+    assert len({row["sku"] for row in rows}) >= 45, done.output
     assert out.total()["dead"] == 1
     first = (out.dir / "shop.log").read_text().splitlines()[0]
     stood_still = sum(late for late in site.lateness if late > 0.1)
@@ -70,42 +70,41 @@ def test_a_first_run_ends_by_itself_with_records_a_retried_page_and_one_dead_let
     assert waited >= 2.9
     assert f"requested again {waited:.1f} s later" in done.out
 
-    (letter,) = out.letters().values()
-    assert letter["url"].endswith(BROKEN)
-    assert letter["reason"] == "empty key: field 'sku' is empty in a record of product"
+    (dead_letter,) = out.dead_letters().values()
+    assert dead_letter["url"].endswith(BROKEN)
+    assert dead_letter["reason"] == "empty key: field 'sku' is empty in a record of product"
     assert len([e for e in read_log(out.dir / "shop.log") if e.path == BROKEN]) == 1
 
     moved = [
         row for n, row in enumerate(rows) if any(row["sku"] == before["sku"] for before in rows[:n])
     ]
-    told = (out.dir / "changes.txt").read_text("utf-8").splitlines()
+    reported = (out.dir / "changes.txt").read_text("utf-8").splitlines()
     assert moved, "no price moved in twelve seconds"
-    waiting = out.status()[
-        "hooks_waiting"
-    ]  # of what came in its last moments; the next run would tell them
-    assert [line.rpartition("€")[2] for line in told] == [row["price"] for row in moved][
+    # Hooks of the last changes, which the next run would call.
+    waiting = out.status()["hooks_waiting"]
+    assert [line.rpartition("€")[2] for line in reported] == [row["price"] for row in moved][
         : len(moved) - waiting
     ]
     out.doctor()
 
 
-def test_output_without_a_terminal_is_short_lines_that_name_everything_once(
+def test_output_without_a_terminal_is_plain_lines_and_the_commands_it_names_work(
     project: Project,
 ) -> None:
     done = project.penstock("demo", "--seconds", "6", "--break")
-    assert done.code == 0, done.said
+    assert done.code == 0, done.output
     assert "\x1b" not in done.out
     lines = done.out.splitlines()
-    assert len(lines) < 45, "one every two seconds, and the summary"
+    assert len(lines) < 45, "one line every two seconds, and the summary"
     assert lines[0].startswith("penstock demo: the shop is at http://127.0.0.1:")
-    assert len(said_lines(done.out, "dead     http")) == 1
-    assert len(said_lines(done.out, "delayed ")) >= 1
+    assert len(lines_starting_with(done.out, "dead     http")) == 1
+    assert len(lines_starting_with(done.out, "delayed ")) >= 1
     assert re.search(r"the shop was redesigned after \d+ s", done.out)
     empty = int(re.search(r"since then (\d+) pages? gave no row", done.out)[1])  # type: ignore[index]
     out = demo_of(project)
     assert empty == out.status()["counters"]["empty"] >= 1
     for command in ("status", "trace last", "dlq ls"):
-        (line,) = said_lines(done.out, f"{sys.executable} -m penstock.cli.main {command}")
+        (line,) = lines_starting_with(done.out, f"{sys.executable} -m penstock.cli.main {command}")
         assert (
             subprocess.run(
                 line.strip().split("  ")[0],
@@ -118,34 +117,35 @@ def test_output_without_a_terminal_is_short_lines_that_name_everything_once(
         )
 
 
-def test_a_machine_that_stands_still_while_the_demo_starts_takes_nothing_of_its_time(
+def test_the_demo_runs_its_full_time_if_the_machine_is_suspended_at_its_start(
     project: Project,
 ) -> None:
     running = project.start("demo", "--seconds", "2", "--break")
     wait_for(
         lambda: running.ended or (project.dir / "penstock-demo" / "penstock.toml").exists(),
-        f"its shop is there: {running.said}",
+        f"its shop is there: {running.output}",
         every=0.001,
     )
     standing = list(project.processes())
     for number in (signal.SIGSTOP, signal.SIGCONT):
         for pid in standing:
             os.kill(pid, number)
-        time.sleep(
-            5.5 if number == signal.SIGSTOP else 0
-        )  # longer than the two seconds, and those that open events get after them
-    assert running.wait() == 0, running.said
-    assert re.search(r"since then \d+ pages? gave no row", running.said), (
+        # Longer than the two seconds and the time that open events get after them.
+        time.sleep(5.5 if number == signal.SIGSTOP else 0)
+    assert running.wait() == 0, running.output
+    assert re.search(r"since then \d+ pages? gave no row", running.output), (
         "rows, then a redesign, and pages after it"
     )
 
 
-def test_a_second_run_starts_anew_and_a_directory_of_others_is_left_alone(project: Project) -> None:
+def test_a_second_demo_run_starts_empty_and_a_foreign_directory_is_refused(
+    project: Project,
+) -> None:
     began = ""
     for _ in range(2):
         began = datetime.now(UTC).isoformat()
         done = project.penstock("demo", "--seconds", "2")
-        assert done.code == 0, done.said
+        assert done.code == 0, done.output
     out = demo_of(project)
     assert min(
         datetime.fromisoformat(e["accepted_at"]) for e in out.events()
@@ -161,10 +161,10 @@ def test_a_second_run_starts_anew_and_a_directory_of_others_is_left_alone(projec
     assert sorted(p.name for p in own.iterdir()) == ["records.jsonl"]
 
 
-def test_ctrl_c_on_a_terminal_ends_it_with_the_summary_and_leaves_no_process(
+def test_ctrl_c_on_a_terminal_ends_the_demo_with_its_summary_and_no_process_left(
     project: Project,
 ) -> None:
-    us, theirs = pty.openpty()
+    terminal, child_end = pty.openpty()
     env = {name: value for name, value in project.env.items() if name != "NO_COLOR"} | {
         "TERM": "xterm-256color",
         "COLUMNS": "80",
@@ -174,19 +174,19 @@ def test_ctrl_c_on_a_terminal_ends_it_with_the_summary_and_leaves_no_process(
         [*PENSTOCK, "demo"],
         cwd=project.dir,
         env=env,
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
+        stdin=child_end,
+        stdout=child_end,
+        stderr=child_end,
         start_new_session=True,
     )
-    os.close(theirs)
+    os.close(child_end)
     screen = b""
 
     def read() -> bytes:
         nonlocal screen
-        while select.select([us], [], [], 0)[0]:
+        while select.select([terminal], [], [], 0)[0]:
             try:
-                screen += os.read(us, 65536)
+                screen += os.read(terminal, 65536)
             except OSError:
                 break
         return screen
@@ -210,7 +210,7 @@ def test_ctrl_c_on_a_terminal_ends_it_with_the_summary_and_leaves_no_process(
     finally:
         process.kill()
         process.wait()
-        os.close(us)
+        os.close(terminal)
     project.nothing_runs()
 
 

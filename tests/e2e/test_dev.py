@@ -1,6 +1,6 @@
-"""`./dev` in a copy of the source tree: what it installs, and what it says when it cannot.
+"""`./dev` in a copy of the source tree: installed packages and error messages.
 
-These tests take packages from the package index, as `./dev` itself does.
+These tests download packages from the package index, as `./dev` itself does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ COUNT = "from importlib.metadata import distributions as d; print(len(list(d()))
 
 
 class Clone:
-    """A copy of what `./dev` needs, with an environment of its own."""
+    """A copy of the files that `./dev` needs, with a separate environment."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -41,7 +41,7 @@ class Clone:
             check=False,
         )
         if "installing the dependencies failed" in done.stderr and not os.environ.get("CI"):
-            pytest.skip(f"no packages to be had here: {done.stderr}")
+            pytest.skip(f"packages cannot be installed here: {done.stderr}")
         return done
 
     def imports(self, module: str) -> bool:
@@ -60,7 +60,7 @@ def clone(tmp_path: Path) -> Clone:
 
 
 @pytest.mark.slow
-def test_an_environment_has_the_runtime_and_keeps_the_extras_that_were_added(clone: Clone) -> None:
+def test_an_environment_has_the_runtime_packages_and_keeps_added_extras(clone: Clone) -> None:
     made = clone.run("exec", "penstock", "--version")
     assert made.stdout.startswith("penstock "), made.stderr
     assert "making the environment" in made.stderr
@@ -73,7 +73,7 @@ def test_an_environment_has_the_runtime_and_keeps_the_extras_that_were_added(clo
     listed = dict(line.split() for line in clone.run("extras").stdout.splitlines())
     assert (listed["kafka"], listed["postgres"]) == ("installed", "-")
 
-    # What is there costs nothing and says nothing.
+    # An environment that is up to date prints nothing.
     assert clone.run("exec", "true").stderr == ""
 
     clone.change("[project.entry-points", "# a comment\n[project.entry-points")

@@ -1,6 +1,4 @@
-"""The documentation does what it says: its commands run, its output appears, its links lead
-somewhere, its generated pages are those of the code.
-"""
+"""The documentation is correct: commands run, output matches, links work, pages are current."""
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ FENCE = re.compile(
 class Block:
     info: str
     body: str
-    expected: str = ""  # of the ```text block right below it
+    expected: str = ""  # body of the ```text block that follows
     end: int = 0
 
 
@@ -72,13 +70,13 @@ def blocks(page: Path) -> list[Block]:
 
 
 def line_pattern(line: str) -> re.Pattern[str]:
-    """`…` stands for anything, and so does any run of spaces for any other."""
+    """Return a pattern for `line`: `…` matches any text, and spaces match any whitespace."""
     parts = [re.sub(r"(\\? )+", r"\\s+", re.escape(part)) for part in line.strip().split("…")]
     return re.compile(r"\s*" + ".*".join(parts) + r"\s*$")
 
 
 def missing(expected: str, output: str) -> str | None:
-    """The first expected line that the output does not have, in order."""
+    """Return the first expected line that is missing in the output, or None. Order matters."""
     lines = iter(output.splitlines())
     for line in expected.splitlines():
         if line.strip():
@@ -90,7 +88,7 @@ def missing(expected: str, output: str) -> str | None:
 
 @contextlib.contextmanager
 def session(directory: Path, script: str) -> Iterator[subprocess.Popen[bytes]]:
-    """One bash for all the blocks of a page; whatever it leaves behind ends with it."""
+    """Run all blocks of a page in one bash. At the end, kill all processes it left behind."""
     env = {
         name: value
         for name, value in os.environ.items()
@@ -127,7 +125,7 @@ def session(directory: Path, script: str) -> Iterator[subprocess.Popen[bytes]]:
         "docs/from-cron-to-events.md",
     ],
 )
-def test_what_the_text_says_to_type_can_be_typed_and_answers_what_the_text_says(
+def test_every_runnable_block_of_a_page_exits_with_0_and_prints_the_documented_lines(
     page: str, tmp_path: Path
 ) -> None:
     work, results = tmp_path / "work", tmp_path / "results"
@@ -137,8 +135,7 @@ def test_what_the_text_says_to_type_can_be_typed_and_answers_what_the_text_says(
 
     def moved(text: str) -> str:
         text = re.sub(r"\b8000\b", str(first), re.sub(r"\b8001\b", str(second), text))
-        # A person sees when the shop is there, and asks again where no price has moved yet; a few
-        # seconds are not always enough.
+        # A fixed sleep is not always enough: wait until the shop runs and a price has changed.
         text = text.replace(
             "> shop.json &\nsleep 2\n",
             "> shop.json &\nuntil [ -s shop.json ]; do sleep 0.1; done\n",
@@ -168,10 +165,10 @@ def test_what_the_text_says_to_type_can_be_typed_and_answers_what_the_text_says(
         out, err = (
             (results / f"{n}.{kind}").read_text("utf-8", "replace") for kind in ("out", "err")
         )
-        said = f"$ {moved(step.body)}\n{out}\n{err}"
-        assert (results / f"{n}.code").read_text().strip() == "0", said
+        shown = f"$ {moved(step.body)}\n{out}\n{err}"
+        assert (results / f"{n}.code").read_text().strip() == "0", shown
         absent = missing(moved(step.expected), out)
-        assert absent is None, f"{page} promises the line\n{absent}\nbut:\n{said}"
+        assert absent is None, f"{page} promises the line\n{absent}\nbut:\n{shown}"
 
 
 def test_the_check_of_promised_output_can_fail() -> None:
@@ -180,7 +177,7 @@ def test_the_check_of_promised_output_can_fail() -> None:
     assert missing("accepted 18 URLs", "accepted 17 URLs") == "accepted 18 URLs"
 
 
-# -- what is shown is good -------------------------------------------------------------------------
+# -- examples are valid ----------------------------------------------------------------------------
 
 
 def pipelines() -> list[tuple[str, str, str]]:
@@ -205,7 +202,7 @@ def test_every_pipeline_in_the_text_loads(page: str, kind: str, text: str, tmp_p
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_every_piece_of_configuration_in_the_text_is_good(page: Path, tmp_path: Path) -> None:
+def test_every_configuration_example_in_the_text_is_valid(page: Path, tmp_path: Path) -> None:
     for block in blocks(page):
         if block.info == "toml config":
             (tmp_path / "penstock.toml").write_text(textwrap.dedent(block.body), "utf-8")
@@ -216,7 +213,7 @@ def test_every_piece_of_configuration_in_the_text_is_good(page: Path, tmp_path: 
 
 
 def headings(page: Path) -> set[str]:
-    """Anchors as GitHub makes them."""
+    """Return the anchors of a page, in GitHub's form."""
     text = FENCE.sub("", page.read_text("utf-8"))
     return {
         re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-")
@@ -225,7 +222,7 @@ def headings(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_every_relative_link_leads_somewhere(page: Path) -> None:
+def test_every_relative_link_has_an_existing_target(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page.read_text("utf-8"))):
         if target.startswith(("http://", "https://", "mailto:")):
             continue
@@ -238,7 +235,7 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
             )
 
 
-def test_every_page_is_in_the_index_and_every_decision_in_its_list() -> None:
+def test_every_documentation_page_is_in_the_index() -> None:
     index = (DOCS / "index.md").read_text("utf-8")
     for page in DOCS.rglob("*.md"):
         if page.name != "index.md" and page.name != "benchmarks.md":
@@ -328,7 +325,7 @@ def generator() -> ModuleType:
     return module
 
 
-def test_generated_pages_are_those_of_the_code() -> None:
+def test_generated_pages_match_the_code() -> None:
     assert generator().stale() == [], "run ./dev exec python docs/generate.py"
 
 
@@ -343,7 +340,7 @@ def test_every_option_and_command_is_in_the_reference() -> None:
         assert f"## penstock {name}" in cli
 
 
-def test_the_table_of_brokers_has_every_adapter_every_capability_and_every_sentence() -> None:
+def test_the_broker_table_has_every_adapter_capability_and_conformance_test() -> None:
     made = generator()
     modules = {
         entry.module
@@ -359,16 +356,18 @@ def test_the_table_of_brokers_has_every_adapter_every_capability_and_every_sente
     page = (DOCS / "broker-guarantees.md").read_text("utf-8")
     assert set(SENTENCES) == {name for name in dir(BrokerConformance) if name.startswith("test_")}
     for name, needs in SENTENCES.items():
-        words, gates = name.removeprefix("test_").replace("_", " "), made.asked_for(needs)
+        sentence, gates = name.removeprefix("test_").replace("_", " "), made.asked_for(needs)
         assert set(gates) <= set(made.CAPABILITIES)
-        row = next(line for line in page.splitlines() if words in line)
+        row = next(line for line in page.splitlines() if sentence in line)
         assert row.startswith(
-            f"| {words} | {', '.join(f'`{gate}`' for gate in gates)} |" if gates else f"- {words}"
+            f"| {sentence} | {', '.join(f'`{gate}`' for gate in gates)} |"
+            if gates
+            else f"- {sentence}"
         )
 
 
-def test_no_adapter_leaves_out_a_sentence_of_the_suite() -> None:
-    """A sentence that does not hold is gated by a capability, which is in the table."""
+def test_no_broker_adapter_overrides_a_conformance_test() -> None:
+    """A guarantee that an adapter does not give needs a capability, which the table shows."""
     for file in [
         *(ROOT / "tests/brokers").glob("test_*.py"),
         ROOT / "tests/embedded/test_broker_sqlite.py",
@@ -376,7 +375,7 @@ def test_no_adapter_leaves_out_a_sentence_of_the_suite() -> None:
         found = set(
             re.findall(r"^    (?:async def |def )?(test_\w+)", file.read_text("utf-8"), re.M)
         ) & set(SENTENCES)
-        assert not found, f"{file.name} has a version of its own of {found}"
+        assert not found, f"{file.name} overrides {found}"
 
 
 @pytest.mark.parametrize(
@@ -388,7 +387,7 @@ def test_no_adapter_leaves_out_a_sentence_of_the_suite() -> None:
         ("sqs", set(sqs_wire._OPTIONS)),
     ],
 )
-def test_every_option_of_a_brokers_url_is_documented_and_there(
+def test_the_documented_options_of_a_broker_url_are_those_of_the_code(
     scheme: str, options: set[str]
 ) -> None:
     section = (
@@ -410,7 +409,7 @@ def test_every_option_of_a_brokers_url_is_documented_and_there(
 # -- the examples for contributors -----------------------------------------------------------------
 
 
-def test_the_sink_of_the_contributors_guide_is_found_by_its_scheme_and_holds_every_row_once(
+def test_the_example_sink_for_contributors_loads_and_writes_every_row_once(
     tmp_path: Path,
 ) -> None:
     example = next(
@@ -449,7 +448,7 @@ def test_the_sink_of_the_contributors_guide_is_found_by_its_scheme_and_holds_eve
     (tmp_path / "out.tsv").write_bytes(b"there before\n")
     sink = module.open_sink("tab:out.tsv", {}, tmp_path)
     mark = sink.write(rows[:2]) if sink.open(0, "") else ""
-    sink.write(rows[2:])  # and killed before it was noted
+    sink.write(rows[2:])  # killed before the mark was recorded
     again = module.open_sink("tab:out.tsv", {}, tmp_path)
     assert again.open(2, mark) == mark
     again.write(rows[2:])

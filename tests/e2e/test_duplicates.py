@@ -18,7 +18,7 @@ URLS = 10
 def test_two_sources_that_fire_together_cause_one_fetch_and_one_row(
     project: Project, site: Site, already_running: bool
 ) -> None:
-    project.set(dedup_settle="30s")  # "the same instant", on however slow a machine
+    project.set(dedup_settle="30s")  # "the same instant", even on a slow machine
     urls = [site.serve(f"/p/{n}", product(n)) for n in range(URLS)]
     running = project.start("run", "shop.py") if already_running else None
     if running:
@@ -34,8 +34,8 @@ def test_two_sources_that_fire_together_cause_one_fetch_and_one_row(
         for name in ("a", "b")
     ]
     for source in sources:
-        said, _ = source.communicate(timeout=60)
-        assert source.returncode == 0, said
+        printed, _ = source.communicate(timeout=60)
+        assert source.returncode == 0, printed
     if running:
         wait_for(
             lambda: project.total()["success"] == URLS and project.total()["duplicate"] == URLS,
@@ -44,7 +44,7 @@ def test_two_sources_that_fire_together_cause_one_fetch_and_one_row(
         )
         wait_for(lambda: project.written() == URLS, "all rows")
         running.signal(15)
-        assert running.wait() == 0, running.said
+        assert running.wait() == 0, running.output
     else:
         project.run()
 
@@ -82,7 +82,7 @@ def test_two_sources_that_fire_together_cause_one_fetch_and_one_row(
     project.doctor()
 
 
-def test_a_later_event_inside_the_window_is_delayed_to_its_end_and_force_goes_at_once(
+def test_an_event_inside_the_window_is_delayed_to_its_end_and_force_is_not(
     project: Project, site: Site
 ) -> None:
     project.set(dedup_settle="0s", dedup_window="3s")
@@ -94,7 +94,7 @@ def test_a_later_event_inside_the_window_is_delayed_to_its_end_and_force_goes_at
     project.run()
     first, second = site.asked("/p/1")
     assert second.at - first.at >= 3_000_000 - 50_000 - site.late * 1e6, (
-        "asked again inside the window"
+        "requested again inside the window"
     )
     assert [row["price"] for row in project.rows()] == ["10.00", "11.00"]
     assert project.total() == {
@@ -110,7 +110,7 @@ def test_a_later_event_inside_the_window_is_delayed_to_its_end_and_force_goes_at
     project.run()
     assert len(site.asked("/p/1")) == 3
     assert [row["price"] for row in project.rows()] == ["10.00", "11.00", "11.00"], (
-        "--force writes what has not changed"
+        "--force writes an unchanged record"
     )
 
 
@@ -129,7 +129,7 @@ def test_in_drop_mode_a_later_event_inside_the_window_is_a_duplicate(
     assert len(project.rows()) == 1
 
 
-def test_a_parameter_on_the_list_does_not_make_another_url_and_one_taken_off_it_does(
+def test_a_tracking_parameter_is_ignored_and_one_removed_from_the_list_is_not(
     project: Project, site: Site
 ) -> None:
     site.serve("/p/1", product(1))
@@ -143,5 +143,5 @@ def test_a_parameter_on_the_list_does_not_make_another_url_and_one_taken_off_it_
     project.run()
     assert (project.total()["success"], project.total()["duplicate"]) == (3, 2)
     assert len(project.events("--url", site.url("/p/1?ref=anything"))) == 3, (
-        "and whoever asks by URL finds them"
+        "a search by URL finds all of them"
     )

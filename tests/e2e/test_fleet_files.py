@@ -1,5 +1,6 @@
-"""Two machines, one ledger in PostgreSQL, and a file sink on each: a row is in the file of
-whichever machine held the sink's lock, and in no other.
+"""Two machines with file sinks and one ledger in PostgreSQL.
+
+A row is only in the file of the machine that held the sink's lock.
 """
 
 from __future__ import annotations
@@ -22,9 +23,7 @@ HOLDERS = f"SELECT pid FROM pg_locks WHERE locktype='advisory' AND objsubid=1 AN
 
 
 class Machines:
-    """Project directories that share nothing but the server; their pipeline is the harness's, with
-    its `jsonl:products.jsonl`.
-    """
+    """Two project directories that share only the server. The sink is `jsonl:products.jsonl`."""
 
     def __init__(self, first: Project, tmp_path: Path, url: str) -> None:
         self.url, self.namespace = url, f"t{first.mark[:12]}"
@@ -80,18 +79,18 @@ def check(machines: Machines, web: Target) -> None:
         machine.doctor()
 
 
-def test_of_two_machines_one_writes_and_no_row_is_in_both_files(
+def test_one_of_two_machines_writes_all_rows_of_a_file_sink(
     machines: Machines, target: Callable[..., Target], project: Project
 ) -> None:
     web = target(pages=400, delay=0.05)
     project.push(*web.urls)
     for each in machines.start(web):
-        assert each.wait() == 0, each.said
-    assert min(machines.lines()) == 0, "whoever has it keeps it"
+        assert each.wait() == 0, each.output
+    assert min(machines.lines()) == 0, "the holder keeps the lock"
     check(machines, web)
 
 
-def test_a_killed_holder_is_followed_by_the_other_machine_and_no_row_is_lost_or_repeated(
+def test_the_other_machine_continues_a_killed_holders_sink_with_each_row_once(
     machines: Machines, target: Callable[..., Target], project: Project, seed: int
 ) -> None:
     rng = random.Random(seed)
@@ -102,29 +101,29 @@ def test_a_killed_holder_is_followed_by_the_other_machine_and_no_row_is_lost_or_
         before = machines.lines()
         wait_for(
             lambda: machines.lines() != before or all(r.ended for r in running),  # noqa: B023
-            running[0].said,
+            running[0].output,
             every=0.002,
         )
         writing = next(
             (i for i, (a, b) in enumerate(zip(before, machines.lines(), strict=True)) if a != b), 0
         )
-        time.sleep(rng.uniform(0.0, 0.05))  # anywhere between two notes
+        time.sleep(rng.uniform(0.0, 0.05))  # at a random point between two marks
         running[writing].kill()
         other = machines.lines()[1 - writing]
         wait_for(
             lambda: machines.lines()[1 - writing] > other or running[1 - writing].ended,  # noqa: B023
-            running[1 - writing].said,
+            running[1 - writing].output,
         )
         running[writing] = machines.all[writing].start(
             "run", "shop.py", "--until-idle", "--log-level", "warning"
         )
     for each in running:
-        assert each.wait() == 0, each.said
-    assert min(machines.lines()) > 0, "each of them had its turn"
+        assert each.wait() == 0, each.output
+    assert min(machines.lines()) > 0, "each machine has written rows"
     check(machines, web)
 
 
-def test_a_holder_whose_lock_is_cut_off_stops_before_it_notes_and_leaves_nothing_unnoted_in_its_file(
+def test_a_holder_whose_lock_connection_is_cut_loses_and_repeats_no_row(
     machines: Machines, target: Callable[..., Target], project: Project
 ) -> None:
     web = target(pages=1500, delay=0.05)
@@ -135,11 +134,11 @@ def test_a_holder_whose_lock_is_cut_off_stops_before_it_notes_and_leaves_nothing
         before = machines.lines()
         wait_for(
             lambda: machines.lines() != before or all(r.ended for r in running),  # noqa: B023
-            running[0].said,
+            running[0].output,
             every=0.002,
         )
         cuts += len(machines.sql(f"SELECT pg_terminate_backend(pid) FROM ({HOLDERS}) AS holder"))
     assert cuts > 2
     for each in running:
-        assert each.wait() == 0, each.said
+        assert each.wait() == 0, each.output
     check(machines, web)

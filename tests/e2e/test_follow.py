@@ -1,4 +1,4 @@
-"""Followed links: each page once however many lead to it, and every link accounted for."""
+"""Followed links: each page is fetched once, and every link is counted."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ def links(*urls: str) -> str:
     return "".join(f'<a class="related" href="{url}">more</a>' for url in urls)
 
 
-def test_a_web_of_links_is_walked_once_with_every_link_accounted_for(
+def test_every_page_of_a_cyclic_link_graph_is_fetched_once_under_one_trace(
     project: Project, site: Site
 ) -> None:
     made = 0
-    for n in range(
-        PAGES
-    ):  # forward, to itself with a fragment, and back to the start: circles everywhere
+    # Links lead forward, to the page itself with a fragment, and back to the start.
+    for n in range(PAGES):
         out = [f"/p/{(n + step) % PAGES}" for step in (1, 2, 7)] + [
             f"#{n}",
             "/p/0",
@@ -49,7 +48,7 @@ def test_a_web_of_links_is_walked_once_with_every_link_accounted_for(
     project.doctor()
 
 
-def test_links_are_followed_no_deeper_than_asked(project: Project, site: Site) -> None:
+def test_links_are_followed_up_to_the_configured_depth(project: Project, site: Site) -> None:
     for n in range(6):
         site.serve(f"/p/{n}", product(n, more=links(f"/p/{n + 1}")))
     project.set(follow_depth="3")

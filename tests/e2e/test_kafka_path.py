@@ -1,5 +1,6 @@
-"""Changes in a Kafka topic to records in another, by `penstock run` that is killed on the way:
-every change one event, every record once by its key.
+"""`penstock run` from a Kafka topic of changes to a Kafka topic of records, under SIGKILL.
+
+Every change is one event, and every record is written once per key.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def messages(ground: Ground, topic: str) -> list[Any]:
     consumer = Consumer(
         {
             "bootstrap.servers": ground.servers,
-            "group.id": "look",
+            "group.id": "check",
             "enable.partition.eof": True,
             "log_level": 0,
         }
@@ -94,7 +95,7 @@ def messages(ground: Ground, topic: str) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transactions", [False, True], ids=["upserts", "transactions"])
-def test_a_run_that_is_killed_makes_one_event_of_each_change_and_one_row_of_each_record(
+def test_a_killed_run_makes_one_event_per_change_and_one_message_per_record(
     project: Project, target: Callable[..., Target], ground: Ground, seed: int, transactions: bool
 ) -> None:
     rng = random.Random(seed)
@@ -107,19 +108,18 @@ def test_a_run_that_is_killed_makes_one_event_of_each_change_and_one_row_of_each
         SHOP.format(url=ground.url, changes=topic, records=records, transactions=transactions),
     )
     changes = [change(n, url, 1000 + n) for n, url in enumerate(web.urls)]
-    repeated = changes + rng.sample(
-        changes, AGAIN
-    )  # as Debezium sends again after a crash of its own
+    # Debezium sends some changes again after it crashed.
+    repeated = changes + rng.sample(changes, AGAIN)
     feed(ground, topic, repeated)
     for _ in range(KILLS):
         begun, share = web.lines(), rng.randrange(5, CHANGES // KILLS)
         running = project.start("run", "shop.py", "--log-level", "warning")
-        # The last of them may find nothing left to ask for: then it is killed while it writes.
+        # The last run may have no requests left. Then it is killed while it writes.
         wait_for(
             lambda begun=begun, share=share: (
                 web.lines() - begun >= share or len(web.asked()) >= CHANGES
             ),
-            f"{share} requests: {running.said}",
+            f"{share} requests: {running.output}",
             180,
             0.002,
         )
@@ -135,8 +135,8 @@ def test_a_run_that_is_killed_makes_one_event_of_each_change_and_one_row_of_each
         0,
         0,
     ), total
-    (letter,) = project.letters().values()
-    assert "no JSON" in letter["reason"]
+    (dead_letter,) = project.dead_letters().values()
+    assert "no JSON" in dead_letter["reason"]
     found = messages(ground, records)
     rows = {json.loads(m.key())["payload"]["sku"]: json.loads(m.value())["payload"] for m in found}
     assert len(rows) == CHANGES
@@ -146,22 +146,21 @@ def test_a_run_that_is_killed_makes_one_event_of_each_change_and_one_row_of_each
         by_id.setdefault(dict(m.headers())["penstock-id"], set()).add(m.value())
     assert len(by_id) == CHANGES
     assert all(len(values) == 1 for values in by_id.values()), (
-        "what was written again is the same, byte for byte"
+        "a repeated message is equal byte for byte"
     )
     assert len(found) == CHANGES or not transactions
-    print(f"{len(found)} messages for {CHANGES} records; {sum(web.asked().values())} requests")
+    print(f"{len(found)} messages for {CHANGES} records, {sum(web.asked().values())} requests")
 
 
-def test_a_change_becomes_a_record_and_its_end_a_tombstone(
+def test_a_change_becomes_a_record_and_a_removal_becomes_a_tombstone(
     project: Project, site: Site, ground: Ground
 ) -> None:
     urls = [site.serve(f"/p/{n}", product(n)) for n in range(2)]
     topic = ground.topic()
     records = f"{topic}.records"
     ground.mine(records)
-    project.set(
-        dedup_window="0s", dedup_settle="0s"
-    )  # the second change comes at once, and is no duplicate of the first
+    # The second change follows immediately, and must not be a duplicate of the first.
+    project.set(dedup_window="0s", dedup_settle="0s")
     project.write(
         "shop.py", SHOP.format(url=ground.url, changes=topic, records=records, transactions=False)
     )
@@ -185,5 +184,5 @@ def test_a_change_becomes_a_record_and_its_end_a_tombstone(
     assert (source["position"], source["backlog"]) == ("at 0:3", 0)
     project.good("sources", "reset", "changes", "--to", "start", "--pipeline", "shop.py")
     project.run()
-    assert project.total()["accepted"] == 3, "read again, and known"
+    assert project.total()["accepted"] == 3, "the changes are read again, and all are known"
     assert len(messages(ground, records)) == 3

@@ -1,5 +1,6 @@
-"""SIGKILL at any moment, as often as you like: every URL still ends once, with one row, and the
-target is not asked more often than the crashes explain.
+"""SIGKILL at random moments: every URL ends once, with one row.
+
+The target gets only as many extra requests as the crashes explain.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from tests.e2e.harness import Project, Target, read_rows, wait_for
 from penstock.testing.web import ends_dead, read_log
 
 PAGES, KILLS, DEAD_SHARE = 5000, 20, 0.02
-CONCURRENCY, HELD = 32, 64  # of one worker; fetched and not yet written counts as held
+CONCURRENCY, HELD = 32, 64  # per worker. Held: received, or fetched and not yet written.
 
 
 def check(
     status: dict[str, Any], log: Path, sink: Path, *, pages: int, crashes: int, at_once: int
 ) -> None:
-    """Independent of the code under test: reads what `status --json` said, the target's own log and
-    the sink's file, and knows the plan.
+    """Check the result independently of the code under test.
+
+    Reads the output of `status --json`, the target's access log and the sink's file.
     """
     dead = {f"/p/{n}" for n in range(pages) if ends_dead(n, DEAD_SHARE)}
     alive = {f"/p/{n}" for n in range(pages)} - dead
@@ -53,9 +55,7 @@ def check(
 
 
 def check_starts(project: Project, target: Target) -> None:
-    """I6, one by one: no URL was asked for more often than its event was started, and what was
-    started twice had lost a worker.
-    """
+    """Check I6: no URL was requested more often than its event was started."""
     asked = target.asked()
     events = project.events()
     assert len(events) == target.pages
@@ -73,8 +73,9 @@ def run_and_kill(
     later: int,
     strike: Callable[[Any], None],
 ) -> None:
-    """One run, ended by `strike` after a random part of the work, or a random moment of its start.
-    Something is left for those that come `later`.
+    """Start a run, and end it with `strike` after a random part of the work or during its start.
+
+    Leave enough work for the `later` runs.
     """
     left = target.pages - len(target.asked())
     begun, running = (
@@ -85,16 +86,15 @@ def run_and_kill(
         until = time.monotonic() + rng.uniform(0.0, 0.8)
         wait_for(
             lambda: time.monotonic() >= until or target.lines() > begun,
-            "a moment of its start",
+            "a random moment of the start",
             every=0.002,
         )
     else:
-        share = rng.randrange(
-            1, max(2, left // (later + 2))
-        )  # at most half of what is left, so that one who looks late still finds it at work
+        # At most half of the remaining work: a late check must still find the run at work.
+        share = rng.randrange(1, max(2, left // (later + 2)))
         wait_for(
             lambda: running.ended or target.lines() - begun >= share,
-            f"{share} requests: {running.said}",
+            f"{share} requests: {running.output}",
             every=0.002,
         )
         time.sleep(rng.uniform(0.0, 0.02))
@@ -107,9 +107,9 @@ def finish(
     started = time.monotonic()
     done = project.penstock("run", "shop.py", "--until-idle", *args)
     print(
-        f"the last run took {time.monotonic() - started:.1f} s; {sum(target.asked().values())} requests for {target.pages} pages"
+        f"the last run took {time.monotonic() - started:.1f} s, {sum(target.asked().values())} requests for {target.pages} pages"
     )
-    assert done.code in (0, 1), done.said  # 1: events ended dead in this run
+    assert done.code in (0, 1), done.output  # 1: events ended dead in this run
     check(
         project.status(),
         target.log,
@@ -125,7 +125,7 @@ def finish(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_run_killed_twenty_times_at_random_loses_nothing_and_writes_nothing_twice(
+def test_a_run_killed_twenty_times_at_random_writes_every_row_once(
     project: Project, target: Callable[..., Target], seed: int, workers: int
 ) -> None:
     rng = random.Random(seed)
@@ -135,10 +135,10 @@ def test_a_run_killed_twenty_times_at_random_loses_nothing_and_writes_nothing_tw
     args = ("--workers", str(workers))
 
     def strike(running: Any) -> None:
-        assert not running.ended, running.said
+        assert not running.ended, running.output
         running.kill()
         if rng.random() < 0.5:
-            # else the next run starts while the remains of this one still go
+            # Otherwise the next run starts while processes of this run are still alive.
             project.nothing_runs()
 
     for later in reversed(range(KILLS)):
@@ -150,7 +150,7 @@ def test_a_run_killed_twenty_times_at_random_loses_nothing_and_writes_nothing_tw
 
 
 @pytest.mark.slow
-def test_a_killed_worker_or_zygote_is_replaced_while_the_run_goes_on(
+def test_a_killed_worker_or_zygote_is_replaced_while_the_run_continues(
     project: Project, target: Callable[..., Target], seed: int
 ) -> None:
     rng = random.Random(seed)
@@ -162,33 +162,30 @@ def test_a_killed_worker_or_zygote_is_replaced_while_the_run_goes_on(
     kinds = ("worker", "zygote", "worker", "zygote", "zygote", "worker")
     for n, kind in enumerate(kinds):
         begun = web.lines()
-        most = max(
-            4, (3000 - begun) // (len(kinds) - n + 2)
-        )  # something is left for the last kill, however late each of them comes
-        some = rng.randrange(most // 4, most // 2)
+        # Late kills must leave work for the last kill.
+        limit = max(4, (3000 - begun) // (len(kinds) - n + 2))
+        some = rng.randrange(limit // 4, limit // 2)
 
-        def victims(kind: str = kind, begun: int = begun, most: int = most) -> list[int]:
-            """Of two workers with their zygotes; of one, where a new one takes so long that nothing
-            would be left for the last kill.
-            """
+        def victims(kind: str = kind, begun: int = begun, limit: int = limit) -> list[int]:
+            """Return the pids if both zygotes run, or if waiting would leave too little work."""
             workers, zygotes = project.tree()
             return (
                 (workers if kind == "worker" else zygotes)
-                if len(zygotes) == 2 or web.lines() - begun >= most
+                if len(zygotes) == 2 or web.lines() - begun >= limit
                 else []
             )
 
         wait_for(
             lambda begun=begun, some=some: web.lines() - begun >= some or running.ended,
-            f"some requests: {running.said}",
+            f"some requests: {running.output}",
         )
         found = wait_for(
             lambda: running.ended or victims(), "workers with their zygotes", every=0.05
         )
-        assert not running.ended, running.said
+        assert not running.ended, running.output
         os.kill(rng.choice(found), signal.SIGKILL)
         crashes += kind == "worker"
-    assert running.wait() in (0, 1), running.said
+    assert running.wait() in (0, 1), running.output
     check(
         project.status(),
         web.log,
@@ -200,10 +197,10 @@ def test_a_killed_worker_or_zygote_is_replaced_while_the_run_goes_on(
     check_starts(project, web)
     project.doctor()
     project.nothing_runs()
-    assert "Traceback" not in running.said
+    assert "Traceback" not in running.output
 
 
-def test_the_checker_itself_finds_what_is_wrong(tmp_path: Path) -> None:
+def test_the_checker_detects_lost_repeated_and_torn_rows_and_extra_requests(tmp_path: Path) -> None:
     """A check that cannot fail proves nothing."""
     pages = 100
     log, sink = tmp_path / "log", tmp_path / "sink"
@@ -234,7 +231,7 @@ def test_the_checker_itself_finds_what_is_wrong(tmp_path: Path) -> None:
         "duplicate": 0,
     }
 
-    def judged(rows: list[str], asked: list[str], **wrong: int) -> bool:
+    def passes(rows: list[str], asked: list[str], **wrong: int) -> bool:
         sink.write_text("".join(rows))
         log.write_text("".join(json.dumps({**entry, "path": path}) + "\n" for path in asked))
         try:
@@ -243,12 +240,12 @@ def test_the_checker_itself_finds_what_is_wrong(tmp_path: Path) -> None:
             return False
         return True
 
-    assert judged(lines, paths)
-    assert judged(lines, [*paths, *paths[:5]])
-    assert not judged(lines[:-1], paths), "a lost row"
-    assert not judged([*lines, lines[0]], paths), "a row twice"
-    assert not judged([*lines, lines[0].replace("/p/0", "/p/49")], paths), "a row for a dead page"
-    assert not judged([*lines[:-1], lines[-1][:-9]], paths), "a torn row"
-    assert not judged(lines, paths, success=len(good) - 1, pending=1), "an event that has not ended"
-    assert not judged(lines, [*paths, paths[3], paths[3]]), "one page asked for too often"
-    assert not judged(lines, [*paths, *paths[:6]]), "too many requests in all"
+    assert passes(lines, paths)
+    assert passes(lines, [*paths, *paths[:5]])
+    assert not passes(lines[:-1], paths), "a lost row"
+    assert not passes([*lines, lines[0]], paths), "a row twice"
+    assert not passes([*lines, lines[0].replace("/p/0", "/p/49")], paths), "a row for a dead page"
+    assert not passes([*lines[:-1], lines[-1][:-9]], paths), "a torn row"
+    assert not passes(lines, paths, success=len(good) - 1, pending=1), "an event that has not ended"
+    assert not passes(lines, [*paths, paths[3], paths[3]]), "one page asked for too often"
+    assert not passes(lines, [*paths, *paths[:6]]), "too many requests in all"

@@ -1,6 +1,4 @@
-"""One pipeline, unchanged, on every broker: the same rows, and the same answers of `status`,
-`trace` and `dlq`.
-"""
+"""One pipeline on every broker: equal rows, and equal output of `status`, `trace` and `dlq`."""
 
 from __future__ import annotations
 
@@ -37,8 +35,9 @@ shop.sink("jsonl:products.jsonl")
 
 
 def answers(project: Project, web: Target) -> dict[str, Any]:
-    """What the commands say, without what differs from run to run by its nature: ids, times, ports,
-    who did it.
+    """Return the output of the commands without the parts that differ from run to run.
+
+    Ids, times, ports and workers are left out.
     """
     status = project.status()
 
@@ -54,8 +53,8 @@ def answers(project: Project, web: Target) -> dict[str, Any]:
         "total": status["total"],
         "rows": Counter(row["sku"] for row in project.rows()),
         "dlq": sorted(
-            (page, letter["stage"], letter["class"], letter["reason"])
-            for page, letter in project.letters().items()
+            (page, dead_letter["stage"], dead_letter["class"], dead_letter["reason"])
+            for page, dead_letter in project.dead_letters().items()
         ),
         "success": history(next(n for n in range(1, PAGES) if not ends_dead(n, DEAD_SHARE))),
         "dead": history(next(n for n in range(PAGES) if ends_dead(n, DEAD_SHARE))),
@@ -65,15 +64,15 @@ def answers(project: Project, web: Target) -> dict[str, Any]:
 
 def run(project: Project, web: Target) -> dict[str, Any]:
     project.push(*web.urls)
-    project.push(web.urls[0])  # the same page again, a moment later
+    project.push(web.urls[0])  # the same page again, as a duplicate
     done = project.penstock("run", "shop.py", "--until-idle")
-    assert done.code == 1, done.said  # some end dead
+    assert done.code == 1, done.output  # some end dead
     return answers(project, web)
 
 
 @pytest.fixture(scope="session")
 def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """What the default says; asked once for all layouts."""
+    """Return the result of the embedded default, which all layouts are compared with."""
     directory = tmp_path_factory.mktemp("embedded")
     project, web = Project(directory), Target(directory, pages=PAGES, dead_share=DEAD_SHARE)
     project.write("shop.py", SHOP)
@@ -87,7 +86,7 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", layouts(*ALL))
-def test_every_layout_gives_the_same_answers_as_the_embedded_default(
+def test_every_layout_gives_the_same_results_as_the_embedded_default(
     project: Project,
     target: Callable[..., Target],
     server: Server,
@@ -102,7 +101,7 @@ def test_every_layout_gives_the_same_answers_as_the_embedded_default(
 @pytest.mark.parametrize(
     "layout", layouts("apart", "sqs", "postgres", "redis+postgres", "rabbitmq+kafka")
 )
-def test_the_roles_in_processes_of_their_own_hand_over_by_any_broker(
+def test_roles_in_separate_processes_write_every_row_once_on_any_broker(
     project: Project, target: Callable[..., Target], server: Server, layout: str
 ) -> None:
     lay_out(project, layout, server)
@@ -114,7 +113,7 @@ def test_the_roles_in_processes_of_their_own_hand_over_by_any_broker(
     alive = {f"T-{n}" for n in range(100) if not ends_dead(n, DEAD_SHARE)}
     wait_for(
         lambda: any(r.ended for r in running) or project.written() == len(alive),
-        f"all rows: {[r.said for r in running]}",
+        f"all rows: {[r.output for r in running]}",
         180,
         0.2,
     )
@@ -122,14 +121,14 @@ def test_the_roles_in_processes_of_their_own_hand_over_by_any_broker(
     for each in running:
         each.signal(15)
     for each in running:
-        assert each.wait() == 0, each.said
+        assert each.wait() == 0, each.output
     assert sorted(row["sku"] for row in project.rows()) == sorted(alive)
     assert set(web.asked().values()) == {1}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", layouts(*ALL))
-def test_one_message_that_kills_every_worker_is_one_dead_letter_and_its_neighbours_succeed(
+def test_a_message_that_kills_every_worker_ends_dead_and_the_others_succeed(
     project: Project, target: Callable[..., Target], server: Server, layout: str
 ) -> None:
     lay_out(project, layout, server, quick=True)
@@ -144,11 +143,11 @@ def test_one_message_that_kills_every_worker_is_one_dead_letter_and_its_neighbou
     web = target(pages=50)
     project.push(*web.urls)
     done = project.penstock("run", "shop.py", "--until-idle", "--workers", "4", timeout=480)
-    assert done.code == 1, done.said
-    assert project.total()["success"] == 49, done.said
-    letters = project.letters()
-    assert set(letters) == {"7"}
-    assert "SIGKILL" in letters["7"]["reason"]
+    assert done.code == 1, done.output
+    assert project.total()["success"] == 49, done.output
+    dead_letters = project.dead_letters()
+    assert set(dead_letters) == {"7"}
+    assert "SIGKILL" in dead_letters["7"]["reason"]
     assert Counter(row["sku"] for row in project.rows()) == {
         f"T-{n}": 1 for n in range(50) if n != 7
     }
@@ -176,7 +175,7 @@ asyncio.run(main())
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", layouts(*ALL))
-def test_bytes_that_are_no_event_end_as_a_dead_letter_on_any_broker(
+def test_a_message_that_is_not_an_event_becomes_a_dead_letter_on_any_broker(
     project: Project, target: Callable[..., Target], server: Server, layout: str
 ) -> None:
     lay_out(project, layout, server)
@@ -186,16 +185,18 @@ def test_bytes_that_are_no_event_end_as_a_dead_letter_on_any_broker(
     )
     project.push(*web.urls)
     running = project.start("run", "shop.py")
-    letters = wait_for(
+    dead_letters = wait_for(
         lambda: json.loads(project.good("dlq", "ls", "--all", "--json"))["letters"],
-        f"a letter: {running.said}",
+        f"a dead letter: {running.output}",
         120,
         0.2,
     )
-    wait_for(lambda: project.total()["success"] == 5, f"the others: {running.said}", 120, 0.2)
+    wait_for(lambda: project.total()["success"] == 5, f"the others: {running.output}", 120, 0.2)
     running.signal(15)
-    assert running.wait() == 0, running.said
-    assert [(letter["stage"], letter["class"]) for letter in letters] == [("intake", "permanent")]
+    assert running.wait() == 0, running.output
+    assert [(dead_letter["stage"], dead_letter["class"]) for dead_letter in dead_letters] == [
+        ("intake", "permanent")
+    ]
 
 
 @pytest.mark.slow
@@ -214,12 +215,12 @@ def test_the_demo_runs_on_any_broker_by_environment_variables_alone(
 
     wait_for(
         lambda: running.ended or dead(),
-        f"the page that is broken on purpose: {running.said}",
+        f"the page that is broken on purpose: {running.output}",
         180,
         0.3,
     )
     running.signal(signal.SIGINT)
-    assert running.wait() == 0, running.said  # 0: there are records
+    assert running.wait() == 0, running.output  # 0: there are records
     total = there.total()
     assert total["success"] > 0
     assert total["dead"] == 1, "the page that is broken on purpose"

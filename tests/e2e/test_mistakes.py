@@ -1,5 +1,6 @@
-"""What can be wrong before or around the work: each a sentence with a next step and its exit code,
-never a traceback, and nothing lost.
+"""User mistakes and unreadable stores: each is an error with a next step and an exit code.
+
+There is never a traceback, and no accepted event is lost.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from tests.e2e.harness import SHOP, Done, Project, Site, Target, product, wait_f
 USAGE, CONFIGURATION, UNREACHABLE = 2, 3, 4
 
 
-def refused(done: Done, code: int, *words: str) -> None:
-    assert done.code == code, done.said
-    assert [line[:6] for line in done.err.splitlines()].count("Error:") == 1, done.said
-    assert "Try:" in done.err, done.said
-    assert len(done.err.strip().splitlines()) <= 6, done.said
-    for word in words:
-        assert word in done.err, (word, done.said)
+def refused(done: Done, code: int, *parts: str) -> None:
+    assert done.code == code, done.output
+    assert [line[:6] for line in done.err.splitlines()].count("Error:") == 1, done.output
+    assert "Try:" in done.err, done.output
+    assert len(done.err.strip().splitlines()) <= 6, done.output
+    for part in parts:
+        assert part in done.err, (part, done.output)
 
 
 CONFIGURATIONS = {
@@ -41,20 +42,20 @@ CONFIGURATIONS = {
 
 
 @pytest.mark.parametrize("what", CONFIGURATIONS)
-def test_a_bad_configuration_names_the_option_and_what_to_write(
+def test_an_invalid_configuration_is_an_error_that_names_the_option(
     project: Project, what: str
 ) -> None:
-    text, words = CONFIGURATIONS[what]
+    text, parts = CONFIGURATIONS[what]
     project.write("penstock.toml", text)
-    refused(project.penstock("run", "shop.py", "--until-idle"), CONFIGURATION, *words)
-    refused(project.penstock("push", "https://example.com/"), CONFIGURATION, *words)
+    refused(project.penstock("run", "shop.py", "--until-idle"), CONFIGURATION, *parts)
+    refused(project.penstock("push", "https://example.com/"), CONFIGURATION, *parts)
     assert (
         not (project.dir / ".penstock" / "penstock.db").exists()
         or what == "an adapter that is not installed"
     )
 
 
-def test_a_bad_variable_is_named_and_a_password_is_not_shown(project: Project) -> None:
+def test_an_error_names_the_invalid_variable_and_hides_a_password(project: Project) -> None:
     project.set(pace_rate="fast")
     refused(project.penstock("status"), CONFIGURATION, "PENSTOCK_PACE_RATE", "fast")
     del project.env["PENSTOCK_PACE_RATE"]
@@ -100,19 +101,19 @@ PIPELINES = {
 
 
 @pytest.mark.parametrize("what", PIPELINES)
-def test_a_bad_pipeline_file_is_refused_with_its_line_before_anything_is_touched(
+def test_an_invalid_pipeline_file_is_refused_with_its_line_and_nothing_is_written(
     project: Project, what: str
 ) -> None:
-    text, words = PIPELINES[what]
+    text, parts = PIPELINES[what]
     project.write("shop.py", text)
-    refused(project.penstock("run", "shop.py", "--until-idle"), CONFIGURATION, *words)
+    refused(project.penstock("run", "shop.py", "--until-idle"), CONFIGURATION, *parts)
     refused(
-        project.penstock("run", "shop.py", "--until-idle", "--workers", "2"), CONFIGURATION, *words
+        project.penstock("run", "shop.py", "--until-idle", "--workers", "2"), CONFIGURATION, *parts
     )
     assert not (project.dir / "products.jsonl").exists()
 
 
-def test_a_bad_declarative_pipeline_is_refused_too(project: Project) -> None:
+def test_an_invalid_declarative_pipeline_is_refused(project: Project) -> None:
     project.write(
         "shop.toml",
         '[pipeline]\nname = "shop"\n[[extract]]\nmatch = "*"\n[extract.fields]\nprice = "p["\n[[sink]]\nurl = "jsonl:x.jsonl"\n',
@@ -144,14 +145,14 @@ def test_a_bad_declarative_pipeline_is_refused_too(project: Project) -> None:
         (("dlq", "retry"), USAGE, ("--all",)),
     ],
 )
-def test_a_wrong_command_line_says_what_to_type_instead(
+def test_an_invalid_command_line_is_an_error_that_names_the_mistake(
     project: Project, args: tuple[str, ...], code: int, words: tuple[str, ...]
 ) -> None:
     refused(project.penstock(*args), code, *words)
     assert not (project.dir / ".penstock" / "penstock.db").exists()
 
 
-def test_what_is_no_url_is_refused_by_name_and_the_rest_is_accepted(
+def test_invalid_urls_are_refused_by_line_and_the_valid_url_is_accepted(
     project: Project, site: Site
 ) -> None:
     url = site.serve("/p/1", product(1))
@@ -160,9 +161,9 @@ def test_what_is_no_url_is_refused_by_name_and_the_rest_is_accepted(
         "-",
         input=f"{url}\n# a comment\n\nnot a url\nftp://example.com/x\njavascript:alert(1)\n",
     )
-    assert done.code == 1, done.said
+    assert done.code == 1, done.output
     for line in ("stdin:4", "stdin:5", "stdin:6"):
-        assert line in done.err, done.said
+        assert line in done.err, done.output
     assert project.total()["accepted"] == 1
     project.run()
     assert len(project.rows()) == 1
@@ -175,12 +176,14 @@ def database(project: Project) -> Path:
     return project.dir / ".penstock" / "penstock.db"
 
 
-def all_refuse(project: Project, *words: str) -> None:
+def all_refuse(project: Project, *parts: str) -> None:
     for args in (("run", "shop.py", "--until-idle"), ("push", "https://example.com/"), ("status",)):
-        refused(project.penstock(*args), UNREACHABLE, *words)
+        refused(project.penstock(*args), UNREACHABLE, *parts)
 
 
-def test_a_store_of_a_newer_release_is_left_alone(project: Project, site: Site) -> None:
+def test_a_store_of_a_newer_release_is_refused_and_not_changed(
+    project: Project, site: Site
+) -> None:
     project.push(site.serve("/p/1", product(1)))
     with sqlite3.connect(database(project)) as c:
         (part,) = c.execute("SELECT name FROM part ORDER BY name LIMIT 1").fetchone()
@@ -196,7 +199,7 @@ def test_a_store_of_a_newer_release_is_left_alone(project: Project, site: Site) 
         c.execute("UPDATE part SET version=version-1 WHERE name=?", (part,))
     c.close()
     project.run()
-    assert len(project.rows()) == 1, "what was accepted is still there"
+    assert len(project.rows()) == 1, "the accepted event is still there"
 
 
 @pytest.mark.parametrize("what", ["no database", "another's database", "a directory", "damaged"])
@@ -218,40 +221,40 @@ def test_a_store_that_cannot_be_read_is_an_error_with_a_next_step(
         project.push(*web.urls)
         for rest in path.parent.glob("penstock.db-*"):
             rest.unlink()
-        whole = bytearray(path.read_bytes())
-        whole[100:8192] = b"\xa5" * 8092
-        path.write_bytes(whole)
-    kept = path.read_bytes() if path.is_file() else b""
+        content = bytearray(path.read_bytes())
+        content[100:8192] = b"\xa5" * 8092
+        path.write_bytes(content)
+    before = path.read_bytes() if path.is_file() else b""
     all_refuse(project, str(path) if what != "damaged" else "")
-    assert (path.read_bytes() if path.is_file() else b"") == kept, (
-        "a file we cannot read was changed"
+    assert (path.read_bytes() if path.is_file() else b"") == before, (
+        "an unreadable file was changed"
     )
 
 
-def test_damage_behind_the_first_page_is_found_at_the_start_after_a_kill_and_by_doctor(
+def test_a_damaged_store_is_reported_at_the_start_after_a_kill_and_by_doctor(
     project: Project, target: Callable[..., Target]
 ) -> None:
     web = target(pages=2000, delay=0.05)
     project.push(*web.urls)
     running = project.start("run", "shop.py")
-    wait_for(lambda: web.lines() > 200, f"under way: {running.said}")
+    wait_for(lambda: web.lines() > 200, f"200 requests: {running.output}")
     running.kill()
     project.nothing_runs()
-    project.status()  # a reader that closes the file brings the log into it
+    project.status()  # closing the last connection checkpoints the WAL
     path = database(project)
     with sqlite3.connect(path) as c:
         c.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     c.close()
     copy = project.dir / "copy.db"
     shutil.copy(path, copy)
-    whole = bytearray(path.read_bytes())
+    content = bytearray(path.read_bytes())
     page = 4096
-    for number in range(20, len(whole) // page, 7):  # every seventh page is noise
-        whole[number * page : number * page + 200] = b"\x5a" * 200
-    path.write_bytes(whole)
+    for number in range(20, len(content) // page, 7):  # overwrite the start of every seventh page
+        content[number * page : number * page + 200] = b"\x5a" * 200
+    path.write_bytes(content)
     refused(project.penstock("run", "shop.py", "--until-idle"), UNREACHABLE, "damaged")
-    sick = project.penstock("doctor")
-    assert sick.code in (4, 5), sick.said
+    checked = project.penstock("doctor")
+    assert checked.code in (4, 5), checked.output
     for rest in path.parent.glob("penstock.db-*"):
         rest.unlink()
     shutil.copy(copy, path)

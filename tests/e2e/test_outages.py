@@ -1,6 +1,4 @@
-"""Our own disk fails for a while: the queue fills, memory does not, nobody pays, and everything is
-there afterwards.
-"""
+"""Local disks that fail for a while: memory stays flat, no attempt is charged, no row is lost."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ FLAT = 24 << 20  # bytes
 
 
 def place(link: Path, target: Path) -> None:
-    """At once: between two steps the sink would make a directory of its own there."""
+    """Replace the link atomically. Otherwise the sink could create a directory there."""
     new = link.with_name("new")
     new.symlink_to(target)
     new.replace(link)
@@ -28,7 +26,7 @@ def place(link: Path, target: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_a_sink_that_cannot_be_written_for_a_while_at_full_load_loses_nothing(
+def test_no_row_is_lost_if_a_sink_is_not_writable_for_a_while_at_full_load(
     project: Project, target: Callable[..., Target], workers: str
 ) -> None:
     web = target(pages=6000)
@@ -43,39 +41,40 @@ def test_a_sink_that_cannot_be_written_for_a_while_at_full_load_loses_nothing(
         lambda: (
             (out / "products.jsonl").exists() and (out / "products.jsonl").stat().st_size > 10_000
         ),
-        f"rows: {running.said}",
+        f"rows: {running.output}",
     )
     place(out, blocked)
-    project.push(*web.urls[4000:])  # the world does not wait
+    project.push(*web.urls[4000:])  # new events arrive during the outage
     time.sleep(1)
-    before, most = project.memory(), 0
+    before, peak = project.memory(), 0
     until = time.monotonic() + SECONDS
     while time.monotonic() < until:
-        assert not running.ended, running.said
+        assert not running.ended, running.output
         assert project.total()["dead"] == 0
-        most = max(most, project.memory())
+        peak = max(peak, project.memory())
         time.sleep(0.3)
     status = project.status()
     assert status["total"]["pending"] > 0, "consumption did not pause"
     assert status["sinks"][0]["backlog"] > 0
-    print(f"memory {before >> 20} MiB when it began, at most {most >> 20} MiB in {SECONDS:g} s")
-    assert most <= before + FLAT
+    print(f"memory {before >> 20} MiB at the start, at most {peak >> 20} MiB in {SECONDS:g} s")
+    assert peak <= before + FLAT
+    # `doctor` may report that the sink is down, but it must not fail itself.
     assert project.penstock("doctor").code in (
         0,
         1,
         4,
         5,
-    )  # it may say that the sink is down; it must not fail itself
+    )
     place(out, away)
     wait_for(
         lambda: running.ended or project.total()["success"] == 6000,
-        f"all done: {running.said}",
+        f"all done: {running.output}",
         240,
         0.25,
     )
     wait_for(lambda: project.written("out/products.jsonl") == 6000, "all rows", every=0.1)
     running.signal(15)
-    assert running.wait() == 0, running.said
+    assert running.wait() == 0, running.output
     assert sorted(row["sku"] for row in project.rows("out/products.jsonl")) == sorted(
         f"T-{n}" for n in range(6000)
     )
@@ -83,7 +82,7 @@ def test_a_sink_that_cannot_be_written_for_a_while_at_full_load_loses_nothing(
     project.doctor()
 
 
-def test_a_run_whose_sink_never_comes_back_keeps_its_rows_for_the_next_run(
+def test_rows_for_a_sink_that_stays_down_are_written_by_the_next_run(
     project: Project, target: Callable[..., Target]
 ) -> None:
     project.set(grace="1s")
@@ -93,16 +92,16 @@ def test_a_run_whose_sink_never_comes_back_keeps_its_rows_for_the_next_run(
     project.push(*web.urls)
     running = project.start("run", "shop.py")
     wait_for(
-        lambda: running.ended or "out/products.jsonl is down" in running.said,
-        "it says which sink is down",
+        lambda: running.ended or "out/products.jsonl is down" in running.output,
+        "the run names the sink that is down",
     )
     wait_for(
         lambda: running.ended or project.total()["in_flight"] == 0,
-        f"nothing is under way that the short grace would cut off: {running.said}",
+        f"no event is in flight that the short grace would cut off: {running.output}",
         every=0.2,
     )
     running.signal(15)
-    assert running.wait() == 0, running.said
+    assert running.wait() == 0, running.output
     assert project.total()["dead"] == 0
     (project.dir / "out").unlink()
     project.run()
@@ -112,8 +111,9 @@ def test_a_run_whose_sink_never_comes_back_keeps_its_rows_for_the_next_run(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of a few megabytes; where we may not mount one, the test is left out (its
-    sibling below always runs).
+    """Mount a file system of a few megabytes. Skip the test if mounting is not permitted.
+
+    The test with a file size limit below always runs.
     """
     place = tmp_path / "small"
     place.mkdir()
@@ -123,7 +123,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         check=False,
     )
     if mounted.returncode:
-        pytest.skip("may not mount a small file system here")
+        pytest.skip("mounting a small file system is not permitted here")
     yield place
     for _ in range(50):
         if subprocess.run(["umount", str(place)], capture_output=True, check=False).returncode == 0:
@@ -132,7 +132,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-def test_a_full_disk_stops_the_work_and_room_lets_it_go_on(
+def test_a_full_disk_stops_the_work_and_free_space_resumes_it_without_attempts(
     project: Project, target: Callable[..., Target], small_disk: Path
 ) -> None:
     web = target(pages=400)
@@ -144,65 +144,67 @@ def test_a_full_disk_stops_the_work_and_room_lets_it_go_on(
             f.write(b"\0" * 65536)
             f.flush()
     full = project.penstock("push", web.urls[0])
-    assert full.code == 4, full.said
+    assert full.code == 4, full.output
     assert "Error:" in full.err
     assert "Try:" in full.err
     running = project.start("run", "shop.py")
     wait_for(
-        lambda: running.ended or ("full" in running.said.lower() and "Error:" not in running.said),
-        f"it says why nothing goes on: {running.said}",
+        lambda: (
+            running.ended or ("full" in running.output.lower() and "Error:" not in running.output)
+        ),
+        f"the run reports the full disk: {running.output}",
     )
     ended = running.ended
     if ended:
-        assert running.wait() == 4, running.said
-        assert "Error:" in running.said
+        assert running.wait() == 4, running.output
+        assert "Error:" in running.output
     filler.unlink()
     subprocess.run(["mount", "-o", "remount,size=200m", str(small_disk)], check=True)
     if ended:
         running = project.start("run", "shop.py")
     wait_for(
         lambda: running.ended or project.total()["success"] == 400,
-        f"all done: {running.said}",
+        f"all done: {running.output}",
         180,
         0.2,
     )
     wait_for(lambda: project.written() == 400, "all rows")
     running.signal(15)
-    assert running.wait() == 0, running.said
-    assert {e["retry_count"] for e in project.events()} == {0}, "somebody paid for our full disk"
-    assert "Traceback" not in running.said
+    assert running.wait() == 0, running.output
+    assert {e["retry_count"] for e in project.events()} == {0}, (
+        "an attempt was charged for the full disk"
+    )
+    assert "Traceback" not in running.output
     project.doctor()
 
 
 @pytest.mark.slow
-def test_files_that_may_not_grow_for_a_while_stop_the_work_and_nobody_pays(
+def test_a_file_size_limit_stops_the_work_and_no_attempt_is_charged(
     project: Project, target: Callable[..., Target]
 ) -> None:
-    """The same without a file system of our own: the kernel refuses every write beyond a size, then
-    does not any more.
-    """
+    """The same without a mount: the kernel refuses writes beyond a size for a while."""
     web = target(pages=3000, delay=0.05)
     project.push(*web.urls)
     running = project.start("run", "shop.py")
-    wait_for(lambda: web.lines() > 300, f"under way: {running.said}")
+    wait_for(lambda: web.lines() > 300, f"300 requests: {running.output}")
     _, hard = resource.prlimit(running.pid, resource.RLIMIT_FSIZE)
     resource.prlimit(running.pid, resource.RLIMIT_FSIZE, (4096, hard))
     wait_for(
-        lambda: running.ended or "does not take writes" in running.said,
-        f"it says so: {running.said}",
+        lambda: running.ended or "does not take writes" in running.output,
+        f"the run reports the refused writes: {running.output}",
     )
     time.sleep(2)
-    assert not running.ended, running.said
+    assert not running.ended, running.output
     resource.prlimit(running.pid, resource.RLIMIT_FSIZE, (hard, hard))
     wait_for(
         lambda: running.ended or project.total()["success"] == 3000,
-        f"all done: {running.said}",
+        f"all done: {running.output}",
         240,
         0.2,
     )
     wait_for(lambda: project.written() == 3000, "all rows")
     running.signal(15)
-    assert running.wait() == 0, running.said
+    assert running.wait() == 0, running.output
     assert project.total()["dead"] == 0
     assert {e["retry_count"] for e in project.events()} == {0}
     assert len({row["sku"] for row in project.rows()}) == 3000

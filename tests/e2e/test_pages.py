@@ -1,6 +1,4 @@
-"""Stored pages: given back byte for byte, kept as long as somebody needs them, removed when nobody
-does.
-"""
+"""Stored pages: returned byte for byte, kept while an event needs them, then removed."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ def shown(project: Project, what: str) -> bytes:
 
 
 @pytest.mark.slow
-def test_pages_show_gives_the_bytes_back_unchanged_by_url_event_and_page_id(
+def test_pages_show_prints_the_unchanged_bytes_by_url_event_id_and_page_id(
     project: Project, site: Site
 ) -> None:
     noise = random.Random(7).randbytes(200_000)
@@ -66,7 +64,7 @@ def test_pages_show_gives_the_bytes_back_unchanged_by_url_event_and_page_id(
     for path, body in bodies.items():
         url = site.url(path)
         assert shown(project, url) == body, path
-        if path in ("/p/noise", "/p/gzip"):  # by whichever name, they are the same bytes
+        if path in ("/p/noise", "/p/gzip"):  # the same bytes by event id and by page id
             event = project.event(url)
             assert shown(project, event["event_id"]) == body
             assert shown(project, event["page"]) == body
@@ -76,7 +74,7 @@ def test_pages_show_gives_the_bytes_back_unchanged_by_url_event_and_page_id(
 
 
 @pytest.mark.slow
-def test_pruning_removes_what_it_says_and_nothing_that_an_open_event_needs(
+def test_pruning_keeps_the_pages_of_open_events_and_of_dead_letters(
     project: Project, site: Site
 ) -> None:
     done = [site.serve(f"/p/done{n}", product(f"done{n}")) for n in range(5)]
@@ -88,7 +86,7 @@ def test_pruning_removes_what_it_says_and_nothing_that_an_open_event_needs(
     fetch = project.start("run", "shop.py", "--role", "fetch")
     wait_for(
         lambda: all(e["page"] for e in project.events() if e["url"] in (*waiting, dead)),
-        f"fetched, not extracted: {fetch.said}",
+        f"fetched, not extracted: {fetch.output}",
         every=0.1,
     )
     fetch.signal(15)
@@ -108,17 +106,17 @@ def test_pruning_removes_what_it_says_and_nothing_that_an_open_event_needs(
         [f"S-done{n}" for n in range(5)] + [f"S-open{n}" for n in range(5)]
     )
     assert all(len(site.asked(f"/p/open{n}")) == 1 for n in range(5)), (
-        "its page was taken, so it was fetched again"
+        "its page was removed, so it was fetched again"
     )
-    assert set(project.letters()) == {"dead"}
+    assert set(project.dead_letters()) == {"dead"}
     project.good("pages", "prune", "--max-bytes", "0")
-    assert shown(project, dead) == b"<h1>no sku</h1>", "a dead letter's page is evidence"
+    assert shown(project, dead) == b"<h1>no sku</h1>", "the page of a dead letter is kept"
     left = json.loads(project.good("pages", "ls", "--json"))["total"]
     assert left["pages"] == 1
     project.doctor()
 
 
-def test_after_its_page_was_pruned_an_unchanged_url_is_still_only_asked_conditionally_or_read_anew(
+def test_a_changed_page_is_extracted_and_stored_after_the_old_one_was_pruned(
     project: Project, site: Site
 ) -> None:
     project.set(dedup_window="0s", dedup_settle="0s")

@@ -1,5 +1,6 @@
-"""Pages whose extraction kills, hangs or floods its process: exactly they die, with a reason one
-can read, and nobody else pays.
+"""Pages whose extraction kills, hangs or floods its process.
+
+Exactly these pages end dead, with a readable reason. No other event is charged.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ REASONS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
-def test_eight_kinds_of_poison_among_five_hundred_pages_end_dead_and_all_others_succeed(
+def test_eight_kinds_of_poison_pages_end_dead_and_all_other_pages_succeed_uncharged(
     project: Project, target: Callable[..., Target], processes: int
 ) -> None:
     project.write("shop.py", PIPELINE)
@@ -67,22 +68,22 @@ def test_eight_kinds_of_poison_among_five_hundred_pages_end_dead_and_all_others_
     running = project.start("run", "shop.py")
     wait_for(
         lambda: running.ended or sum(project.total()[k] for k in ("success", "dead")) == PAGES,
-        f"all ends: {running.said}",
+        f"all ends: {running.output}",
         240,
         0.25,
     )
-    assert not running.ended, running.said
+    assert not running.ended, running.output
     workers = project.status()["workers"]
     assert [w["alive"] for w in workers] == [True], workers
     running.signal(15)
-    assert running.wait() == 0, running.said
+    assert running.wait() == 0, running.output
 
-    letters = project.letters()
-    assert set(letters) == set(REASONS)
+    dead_letters = project.dead_letters()
+    assert set(dead_letters) == set(REASONS)
     for page, wanted in REASONS.items():
-        assert re.search(wanted, letters[page]["reason"]), (page, letters[page]["reason"])
-        assert letters[page]["stage"] == "extract"
-        assert "\n" not in letters[page]["reason"]
+        assert re.search(wanted, dead_letters[page]["reason"]), (page, dead_letters[page]["reason"])
+        assert dead_letters[page]["stage"] == "extract"
+        assert "\n" not in dead_letters[page]["reason"]
     rows = project.rows()
     assert sorted(row["sku"] for row in rows) == sorted(
         f"T-{n}" for n in range(PAGES) if str(n) not in REASONS
@@ -92,25 +93,27 @@ def test_eight_kinds_of_poison_among_five_hundred_pages_end_dead_and_all_others_
     )
     for event in project.events():
         assert event["starts"] == 1, event
-        assert event["retry_count"] == (event["status"] == "dead"), "a bystander was charged"
+        assert event["retry_count"] == (event["status"] == "dead"), (
+            "an event other than the poison pages was charged"
+        )
     assert "in product" in project.good(
-        "dlq", "show", letters["404"]["event_id"]
-    ) or "recurse" in project.good("dlq", "show", letters["404"]["event_id"])
+        "dlq", "show", dead_letters["404"]["event_id"]
+    ) or "recurse" in project.good("dlq", "show", dead_letters["404"]["event_id"])
     project.doctor()
 
 
-def test_poison_that_was_mended_is_extracted_from_a_new_fetch_after_dlq_retry(
+def test_a_poison_page_succeeds_after_the_extractor_is_fixed_and_dlq_retry(
     project: Project, target: Callable[..., Target]
 ) -> None:
     project.write("shop.py", PIPELINE.replace("31: segfault", "1: leave_with_3"))
     web = target(pages=3)
     project.push(*web.urls)
     project.run(expect=1)
-    assert set(project.letters()) == {"1"}
+    assert set(project.dead_letters()) == {"1"}
     project.write("shop.py", PIPELINE)
     project.good("dlq", "retry", "--all")
     project.run()
     assert sorted(row["sku"] for row in project.rows()) == ["T-0", "T-1", "T-2"]
-    assert project.letters() == {}
+    assert project.dead_letters() == {}
     assert project.total()["success"] == 3
     project.doctor()

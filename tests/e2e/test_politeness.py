@@ -1,5 +1,7 @@
-"""I8: how often a host is asked, by the host's own log: with one, four and eight workers, across a
-kill and a stall, after a 429, with a crawl delay.
+"""I8: the request rate of each host, from the host's own log.
+
+With one, four and eight workers, across a kill and a suspension, after a 429, and with a crawl
+delay.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ from tests.e2e.harness import Project, Site, product, wait_for
 
 from penstock.testing.web import HTML, TEXT, Handler, Reply, Request, reply
 
-RATES = (10.0, 5.0, 10.0)  # of the three hosts: one of them has a limit of its own
-SECONDS = 6.0  # of work for each
+RATES = (10.0, 5.0, 10.0)  # of the three hosts, one with a separate limit
+SECONDS = 6.0  # of work for each host
 pytestmark = pytest.mark.slow
 
 
 class Hosts:
-    """Three hosts: three ports, each with its own robots.txt and its own answer to everything else."""
+    """Three hosts on three ports, each with its own robots.txt and responses."""
 
     def __init__(self, project: Project) -> None:
         self.site = Site(self._answer)
@@ -43,12 +45,12 @@ class Hosts:
 
     @property
     def late(self) -> float:
-        """Seconds: the longest that this machine kept these hosts from looking at their clock."""
+        """Return the longest delay of a timer of these hosts, in seconds."""
         return self.site.late
 
     @property
     def often_late(self) -> float:
-        """Seconds: what a step of this machine takes at times without anything being wrong."""
+        """Return the delay in seconds that a tenth of the timers exceeds on this machine."""
         return sorted(self.site.lateness)[-len(self.site.lateness) // 10]
 
     def _answer(self, request: Request) -> Reply:
@@ -73,13 +75,15 @@ class Hosts:
         )
 
     def run(self, workers: int) -> None:
-        """All that can be asked for, by so many workers, which are there before there is anything
-        to do: a machine that is busy with their start has no time for anybody's turn.
+        """Scrape all pages with `workers` workers.
+
+        The workers start before the first push. Starting them keeps the machine busy, and slots
+        would be missed.
         """
         running = self.project.start("run", "shop.py", "--workers", str(workers))
         wait_for(
             lambda: running.ended or len(self.project.tree()[1]) == workers,
-            f"{workers} workers: {running.said}",
+            f"{workers} workers: {running.output}",
             every=0.1,
         )
         self.push()
@@ -90,30 +94,31 @@ class Hosts:
                 or len({(e.port, e.path) for e in self.site.web.entries if e.status == 200})
                 == pages
             ),
-            running.said,
+            running.output,
             every=0.05,
         )
         running.signal(signal.SIGTERM)
-        assert running.wait() == 0, running.said
+        assert running.wait() == 0, running.output
         assert self.project.total()["success"] == pages
 
     def times(self, port: int) -> list[float]:
-        """When it was asked, robots.txt included; seconds."""
+        """Return the times of the requests to `port` in seconds, including robots.txt."""
         return sorted(entry.at / 1e6 for entry in list(self.site.web.entries) if entry.port == port)
 
     def asked(self) -> int:
         return len(self.site.web.entries)
 
-    def kept(self, *, least: float = 0.8) -> None:
-        """Every limit, in every window, within 5 %; and not kept by doing nothing: half of the
-        waits are no longer than need be.
+    def check_limits(self, *, least: float = 0.8) -> None:
+        """Check that every limit is kept within 5 % in every window, and that it is used.
+
+        At least half of the waits are no longer than `least` allows.
         """
         for port, rate in zip(self.ports, RATES, strict=True):
             times = self.times(port)
             for width in (1.0, 2.0, 3.0, 5.0):
-                most = max(count(times, start, width) for start in times)
-                assert most <= 1 + 1.05 * rate * (width + self.late), (
-                    f"{most} requests to the host with {rate:g} a second within {width:g} s\n{gaps(times)}"
+                peak = max(count(times, start, width) for start in times)
+                assert peak <= 1 + 1.05 * rate * (width + self.late), (
+                    f"{peak} requests to the host with {rate:g} a second within {width:g} s\n{gaps(times)}"
                 )
             assert statistics.median(gaps(times)) <= 1 / (least * rate) + self.often_late, (
                 f"slower than need be: {gaps(times)}"
@@ -136,15 +141,14 @@ def hosts(project: Project) -> Iterator[Hosts]:
 
 
 @pytest.mark.parametrize("workers", [1, 4, 8])
-def test_every_host_is_asked_as_often_as_its_limit_allows_and_never_more(
+def test_every_host_is_requested_at_its_rate_limit_and_never_more_often(
     project: Project, hosts: Hosts, workers: int
 ) -> None:
     hosts.run(workers)
-    hosts.kept()
+    hosts.check_limits()
     for port, rate in zip(hosts.ports, RATES, strict=True):
         found = sorted(gaps(hosts.times(port)))
-        # The way from the slot to the wire takes a few ms, not always the same, and longer while
-        # others are at work.
+        # Sending takes a few ms after the slot. The time varies, and is longer on a busy machine.
         assert found[len(found) // 4] >= 0.85 / rate - hosts.often_late, found
         assert len({round(gap * rate, 2) for gap in found}) > 5, "jittered"
 
@@ -155,19 +159,20 @@ def test_the_limits_hold_across_a_kill_and_a_restart(project: Project, hosts: Ho
         run = project.start("run", "shop.py", "--workers", "4")
         wait_for(lambda n=n: hosts.asked() > n, f"{n} requests")
         for pid in project.processes():
-            with contextlib.suppress(ProcessLookupError):  # it went with its supervisor
+            with contextlib.suppress(ProcessLookupError):  # the process ended with its supervisor
                 os.kill(pid, signal.SIGKILL)
         run.wait()
         project.nothing_runs()
     project.run("--workers", "4")
     assert project.total()["success"] == sum(int(rate * SECONDS) for rate in RATES)
-    hosts.kept(
-        least=0.2
-    )  # each kill takes the slots with it that were given out: up to ten seconds of them
+    # Each kill loses the reserved slots, up to ten seconds of them.
+    hosts.check_limits(least=0.2)
 
 
-def test_a_worker_that_stood_still_does_not_make_up_for_it(project: Project, hosts: Hosts) -> None:
-    """Suspended, swapped out, a laptop closed: its slots are gone by."""
+def test_a_worker_that_was_suspended_does_not_send_the_missed_requests_in_a_burst(
+    project: Project, hosts: Hosts
+) -> None:
+    """The slots of the suspended worker have expired."""
     hosts.push()
     run = project.start("run", "shop.py", "--until-idle", "--workers", "2")
     wait_for(lambda: hosts.asked() > 30, "thirty requests")
@@ -177,14 +182,14 @@ def test_a_worker_that_stood_still_does_not_make_up_for_it(project: Project, hos
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
         time.sleep(2.0 if number == signal.SIGSTOP else 0.0)
-    assert run.wait() == 0, run.said
-    hosts.kept(least=0.5)
+    assert run.wait() == 0, run.output
+    hosts.check_limits(least=0.5)
 
 
-def test_events_that_waited_for_a_permit_do_not_go_all_at_once(
+def test_events_that_waited_for_a_permit_are_sent_within_the_rate_limit(
     project: Project, hosts: Hosts
 ) -> None:
-    """Sixteen slow hosts take all the permits there are; meanwhile the slots of the others go by."""
+    """Sixteen slow hosts hold all permits while the slots of the other hosts expire."""
     slow = tuple(hosts._listen() for _ in range(16))
     project.allow(*slow)
     project.set(fetch_concurrency="8")
@@ -193,10 +198,10 @@ def test_events_that_waited_for_a_permit_do_not_go_all_at_once(
     )
     hosts.push(seconds=3.0, more=slow)
     project.run()
-    hosts.kept(least=0.1)
+    hosts.check_limits(least=0.1)
 
 
-def test_a_page_whose_slot_went_to_robots_waits_for_the_next_without_a_permit(
+def test_a_page_holds_no_permit_while_it_waits_for_the_slot_after_robots_txt(
     project: Project, hosts: Hosts
 ) -> None:
     slow, other, _ = hosts.ports
@@ -209,11 +214,11 @@ def test_a_page_whose_slot_went_to_robots_waits_for_the_next_without_a_permit(
     robots, page = hosts.times(slow)
     assert page - robots >= 0.95 * 4.0 - hosts.late
     assert len([at for at in hosts.times(other) if robots < at < page]) >= 2, (
-        "the only permit there is was free meanwhile"
+        "the only permit was free during the wait"
     )
 
 
-def test_those_who_waited_on_their_way_are_no_more_in_flight_than_there_are_permits(
+def test_pages_that_waited_after_robots_txt_do_not_exceed_the_permits_in_flight(
     project: Project, hosts: Hosts
 ) -> None:
     ports = [*hosts.ports, *(hosts._listen() for _ in range(5))]
@@ -226,39 +231,38 @@ def test_those_who_waited_on_their_way_are_no_more_in_flight_than_there_are_perm
     project.push(*(f"http://127.0.0.1:{port}/p/1" for port in ports))
     project.run()
     pages = [entry for entry in hosts.site.web.entries if entry.path != "/robots.txt"]
-    most = max(sum(e.at <= one.at < e.answered for e in pages) for one in pages)
-    assert (len(pages), most) == (len(ports), 1)
+    concurrent = max(sum(e.at <= one.at < e.answered for e in pages) for one in pages)
+    assert (len(pages), concurrent) == (len(ports), 1)
 
 
-def test_after_one_429_nobody_asks_that_host_until_its_time_is_over_and_the_others_go_on(
+def test_after_a_429_the_host_is_not_requested_until_retry_after_and_the_others_are(
     project: Project, hosts: Hosts
 ) -> None:
     first, *others = hosts.ports
-    told: list[float] = []
+    sent: list[float] = []
 
     def answer(request: Request) -> Reply | None:
-        if told or len(hosts.times(first)) < 10:
+        if sent or len(hosts.times(first)) < 10:
             return None
-        told.append(time.time())
+        sent.append(time.time())
         return reply("not so fast", TEXT, 429, **{"retry-after": "5"})
 
     hosts.answers[first] = answer  # type: ignore[assignment]
     hosts.run(8)
-    at = told[0]
-    told_late = [
-        t - at for t in hosts.times(first) if at < t < at + 5.0
-    ]  # on their way when the answer was
-    assert len(told_late) <= 3, told_late
-    assert max(told_late, default=0.0) < 0.25 + hosts.late, told_late
+    at = sent[0]
+    # Requests that were already sent when the response arrived.
+    in_flight = [t - at for t in hosts.times(first) if at < t < at + 5.0]
+    assert len(in_flight) <= 3, in_flight
+    assert max(in_flight, default=0.0) < 0.25 + hosts.late, in_flight
     after = [t - at for t in hosts.times(first) if t >= at + 5.0]
-    print(f"asked again {after[0] - 5.0:.3f} s after its time was over")
-    assert after[0] < 10.0 + hosts.late, "and then it goes on"
+    print(f"asked again {after[0] - 5.0:.3f} s after the time of Retry-After")
+    assert after[0] < 10.0 + hosts.late, "requests did not resume"
     assert count(after, after[0], 1.0) <= 1 + 1.05 * RATES[0] * (1.0 + hosts.late), (
-        "as before, not with all that waited"
+        "the waiting requests were sent in a burst"
     )
     for port, rate in zip(others, RATES[1:], strict=True):
         assert count(hosts.times(port), at + 0.5, 4.5) >= 0.5 * rate * (3.0 - hosts.late), (
-            "only that host is silent"
+            "other hosts were blocked as well"
         )
     for port in hosts.ports:
         times = hosts.times(port)
@@ -268,7 +272,7 @@ def test_after_one_429_nobody_asks_that_host_until_its_time_is_over_and_the_othe
 
 
 @pytest.mark.parametrize("rate", ["10", "unlimited"])
-def test_a_crawl_delay_is_kept_from_the_first_page_on(
+def test_a_crawl_delay_applies_from_the_first_page_on(
     project: Project, hosts: Hosts, rate: str
 ) -> None:
     project.set(pace_rate=rate)
@@ -282,7 +286,7 @@ def test_a_crawl_delay_is_kept_from_the_first_page_on(
         30,
     )
     run.signal(signal.SIGTERM)
-    assert run.wait() == 0, run.said
+    assert run.wait() == 0, run.output
     assert min(gaps(hosts.times(slow))) >= 0.95 - hosts.late, gaps(hosts.times(slow))
-    assert len(hosts.times(other)) == 31, "the other host has no such wish"
+    assert len(hosts.times(other)) == 31, "the other host has no crawl delay"
     assert project.total()["success"] == len(hosts.times(slow)) + len(hosts.times(other)) - 2

@@ -1,6 +1,4 @@
-"""Two machines and one database: broker, ledger, claims, pages and the table of products lie in
-PostgreSQL, by one environment variable and one sink.
-"""
+"""Two machines share one PostgreSQL: broker, ledger, claims, pages and the product table."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ DEAD_SHARE = 0.02
 
 
 class Machines:
-    """Project directories that share nothing but the server."""
+    """Two project directories that share only the server."""
 
     def __init__(self, first: Project, tmp_path: Path, url: str) -> None:
         self.url, self.namespace = url, f"t{first.mark[:12]}"
@@ -69,7 +67,7 @@ def check(machines: Machines, target: Target, *, crashes: int) -> None:
     pages = target.pages
     dead = {n for n in range(pages) if ends_dead(n, DEAD_SHARE)}
     total = first.total()
-    assert total == second.total(), "both machines see the same books"
+    assert total == second.total(), "both machines see the same ledger"
     assert (total["accepted"], total["success"], total["dead"]) == (
         pages,
         pages - len(dead),
@@ -90,7 +88,7 @@ def check(machines: Machines, target: Target, *, crashes: int) -> None:
 
 
 @pytest.mark.slow
-def test_two_machines_are_killed_again_and_again_and_every_product_is_one_row(
+def test_two_machines_that_are_killed_repeatedly_write_every_product_as_one_row(
     machines: Machines, target: Callable[..., Target], project: Project, seed: int
 ) -> None:
     rng = random.Random(seed)
@@ -107,7 +105,7 @@ def test_two_machines_are_killed_again_and_again_and_every_product_is_one_row(
         share = rng.randrange(20, 200)
         wait_for(
             lambda: all(r.ended for r in running) or web.lines() - begun >= share,  # noqa: B023
-            running[0].said,
+            running[0].output,
             every=0.002,
         )
         time.sleep(rng.uniform(0.0, 0.02))
@@ -115,11 +113,11 @@ def test_two_machines_are_killed_again_and_again_and_every_product_is_one_row(
             each.kill()
     done = [machine.start("run", "shop.py", "--until-idle") for machine in machines.all]
     for each in done:
-        assert each.wait(300.0) in (0, 1), each.said
+        assert each.wait(300.0) in (0, 1), each.output
     check(machines, web, crashes=kills)
 
 
-def test_one_variable_is_enough_and_what_one_machine_stored_the_other_shows(
+def test_with_one_variable_a_machine_shows_the_pages_and_events_of_the_other(
     machines: Machines, target: Callable[..., Target], project: Project
 ) -> None:
     web = target(pages=40, dead_share=0.0)
@@ -135,7 +133,7 @@ def test_one_variable_is_enough_and_what_one_machine_stored_the_other_shows(
     assert first.event(web.urls[3])["status"] == "success"
     assert not (first.dir / ".penstock" / "penstock.db").exists()
     first.push(web.urls[3], options=("--force",))
-    first.run()  # unchanged: no new row, and the one there is stays
+    first.run()  # the page is unchanged: no new row
     assert machines.sql(f"SELECT count(*) FROM public.{machines.namespace}") == [(40,)]
     assert json.loads(first.good("topics", "stats", "--json"))["topics"]
     for machine in machines.all:

@@ -1,6 +1,4 @@
-"""Failures of the other side: what is tried again and how often, what dies at once, how long a host
-is left alone, and the way back.
-"""
+"""Failures of the target: retries and back-off, permanent failures, Retry-After, redrive."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from penstock.testing.web import Reply, Request, reply
 
 
 def answering(*answers: Reply) -> Callable[[Request], Reply]:
-    """These in turn, the last one for ever."""
+    """Return a handler that sends these replies in order and then repeats the last one."""
     left = list(answers)
     return lambda request: left.pop(0) if len(left) > 1 else left[0]
 
@@ -22,7 +20,7 @@ def answering(*answers: Reply) -> Callable[[Request], Reply]:
 DOWN, GONE = reply("oops", status=500), reply("no such page", status=404)
 
 
-def test_a_page_that_fails_twice_succeeds_at_the_third_attempt_and_its_failures_are_counted(
+def test_a_page_that_fails_twice_succeeds_with_two_charged_attempts(
     project: Project, site: Site
 ) -> None:
     url = site.serve("/p/1", answering(DOWN, DOWN, reply(product(1))))
@@ -37,7 +35,7 @@ def test_a_page_that_fails_twice_succeeds_at_the_third_attempt_and_its_failures_
     assert len(project.rows()) == 1
 
 
-def test_after_three_retries_it_is_dead_with_its_whole_history_and_the_run_says_so(
+def test_a_page_that_fails_four_times_is_dead_with_its_history_and_exit_code_1(
     project: Project, site: Site
 ) -> None:
     url = site.serve("/p/1", DOWN)
@@ -51,34 +49,39 @@ def test_after_three_retries_it_is_dead_with_its_whole_history_and_the_run_says_
     assert gaps[1] >= 0.1
     assert gaps[2] >= 0.2
     assert project.total()["dead"] == 1
-    letter = json.loads(project.good("dlq", "show", url, "--json"))
-    assert (letter["reason"], letter["stage"], letter["class"], letter["response_status"]) == (
+    dead_letter = json.loads(project.good("dlq", "show", url, "--json"))
+    assert (
+        dead_letter["reason"],
+        dead_letter["stage"],
+        dead_letter["class"],
+        dead_letter["response_status"],
+    ) == (
         "HTTP 500",
         "fetch",
         "transient",
         500,
     )
-    assert len([a for a in letter["attempts"] if a["class"] == "transient"]) == 4
-    assert letter["event"]["url"] == url
+    assert len([a for a in dead_letter["attempts"] if a["class"] == "transient"]) == 4
+    assert dead_letter["event"]["url"] == url
     assert [row["sku"] for row in project.rows()] == ["S-2"]
     project.doctor()
 
 
-def test_a_404_is_dead_at_once_and_dlq_retry_brings_it_back_when_the_page_is_mended(
+def test_a_404_is_dead_without_a_retry_and_dlq_retry_fetches_the_repaired_page(
     project: Project, site: Site
 ) -> None:
     url = site.serve("/p/1", GONE)
     project.push(url)
     project.run(expect=1)
     assert len(site.asked("/p/1")) == 1
-    assert project.letters()["1"]["reason"] == "HTTP 404"
+    assert project.dead_letters()["1"]["reason"] == "HTTP 404"
     assert project.rows() == []
 
     project.good("dlq", "retry", url)
-    assert project.letters() == {}
+    assert project.dead_letters() == {}
     project.run(expect=1)
-    assert len(site.asked("/p/1")) == 2, "still broken: dead again, with a letter again"
-    assert set(project.letters()) == {"1"}
+    assert len(site.asked("/p/1")) == 2, "still broken: dead again, with a dead letter again"
+    assert set(project.dead_letters()) == {"1"}
 
     site.serve("/p/1", product(1))
     project.good("dlq", "retry", "--all")
@@ -93,11 +96,11 @@ def test_a_404_is_dead_at_once_and_dlq_retry_brings_it_back_when_the_page_is_men
         "dead": 0,
     }
     assert [row["sku"] for row in project.rows()] == ["S-1"]
-    assert project.letters() == {}
+    assert project.dead_letters() == {}
     project.doctor()
 
 
-def test_retry_after_binds_the_whole_host_until_it_is_over(project: Project, site: Site) -> None:
+def test_retry_after_blocks_the_whole_host_until_it_expires(project: Project, site: Site) -> None:
     seconds = 3
     site.serve("/p/*", lambda request: reply(product(request.path[3:])))
     site.serve(
@@ -106,28 +109,28 @@ def test_retry_after_binds_the_whole_host_until_it_is_over(project: Project, sit
     )
     project.push(site.url("/p/0"))
     running = project.start("run", "shop.py", "--workers", "2")
-    throttled = wait_for(lambda: site.asked("/p/0"), f"the first request: {running.said}")[0]
+    throttled = wait_for(lambda: site.asked("/p/0"), f"the first request: {running.output}")[0]
     project.push(*(site.url(f"/p/{n}") for n in range(1, 40)))
     wait_for(
         lambda: running.ended or project.total()["success"] == 40,
-        f"all done: {running.said}",
+        f"all done: {running.output}",
         every=0.2,
     )
     running.signal(15)
-    assert running.wait() == 0, running.said
+    assert running.wait() == 0, running.output
     early = [
         e.path
         for e in site.web.entries
         if e.path.startswith("/p/")
         and throttled.answered + 250_000 < e.at < throttled.answered + seconds * 1_000_000
     ]
-    assert early == [], f"asked {len(early)} times while the host wanted to be left alone"
+    assert early == [], f"requested {len(early)} times while the host was blocked"
     assert {e["status"] for e in project.events()} == {"success"}
     assert len(site.asked("/p/0")) == 2
     assert len(project.rows()) == 40
 
 
-def test_an_owner_that_dies_passes_on_to_its_oldest_duplicate_once(
+def test_the_oldest_duplicate_of_a_dead_owner_is_promoted_once(
     project: Project, site: Site
 ) -> None:
     mended = site.serve("/p/1", answering(GONE, reply(product(1))))
@@ -143,24 +146,23 @@ def test_an_owner_that_dies_passes_on_to_its_oldest_duplicate_once(
         "dead",
         "dead",
         "duplicate",
-    ], "promoted once, not for ever"
+    ], "a second duplicate was promoted"
     assert len(site.asked("/p/2")) == 2
     project.doctor()
 
 
-def test_a_topic_that_dead_letters_everything_is_paused_and_says_so_and_can_be_resumed(
+def test_a_topic_whose_events_all_end_dead_is_paused_and_can_be_resumed(
     project: Project, site: Site
 ) -> None:
     site.serve("/p/*", GONE)
-    project.set(
-        fetch_concurrency="8", fetch_prefetch="16"
-    )  # what is in hand already goes on to its end
+    # Events that were already received are still processed after the pause.
+    project.set(fetch_concurrency="8", fetch_prefetch="16")
     project.push(*(site.url(f"/p/{n}") for n in range(400)))
     done = project.run(expect=1)
     status = project.status()
-    assert status["breaker"] == "open", done.said
+    assert status["breaker"] == "open", done.output
     assert "requests" in status["paused"]
-    assert status["total"]["pending"] > 0, "it went on to the end"
+    assert status["total"]["pending"] > 0, "the topic was not paused"
     assert status["total"]["dead"] >= 50
     assert "breaker" in project.good("status")
     site.serve("/p/*", lambda request: reply(product(request.path[3:])))
@@ -172,27 +174,27 @@ def test_a_topic_that_dead_letters_everything_is_paused_and_says_so_and_can_be_r
     project.doctor()
 
 
-def test_a_watchdog_ends_what_exceeds_its_deadline_and_it_is_tried_again(
+def test_a_fetch_beyond_its_deadline_is_ended_by_the_watchdog_and_retried(
     project: Project, site: Site
 ) -> None:
     url = site.serve("/p/1", answering(Reply(body=b"never", delay=30.0), reply(product(1))))
     project.push(url)
-    project.run(
-        "-o", "fetch.deadline=6s"
-    )  # the second attempt has time enough, even if the machine stands still for a while
+    # The second attempt has enough time even if the machine is suspended for a while.
+    project.run("-o", "fetch.deadline=6s")
     event = project.event(url)
     assert (event["status"], event["retry_count"], event["starts"]) == ("success", 1, 2)
     assert [s["reason"] for s in event["history"] if s["class"]] == ["watchdog: not done after 6 s"]
     assert len(project.rows()) == 1
 
 
-def test_work_that_takes_longer_than_its_lease_is_not_given_to_another(
+def test_an_event_that_takes_longer_than_its_lease_is_not_started_by_another_worker(
     project: Project, site: Site
 ) -> None:
     slow = reply(product(1))
     url = site.serve("/p/1", Reply(slow.status, slow.headers, slow.body, delay=11.0))
     project.push(url)
-    project.run("-o", "lease=5s", "--workers", "2")  # twice, and longer than a machine stands still
+    # The request takes two leases. A lease is longer than a suspension of the machine.
+    project.run("-o", "lease=5s", "--workers", "2")
     event = project.event(url)
     assert (event["status"], event["starts"]) == ("success", 1)
     assert len(site.asked("/p/1")) == 1

@@ -1,5 +1,6 @@
-"""Fetch, extract and sink as separate processes over one state directory: the same rows as one
-process would write, whoever is killed.
+"""Fetch, extract and sink as separate processes over one state directory.
+
+They write the same rows as one process, even if processes are killed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from tests.e2e.layouts import Server, lay_out
 
 ROLES = ("fetch", "extract", "sink")
 PAGES = 1500
-NOISE = f"<p>{random.Random(1).randbytes(10_000).hex()}</p>"  # 10 kB however well it is compressed
+NOISE = f"<p>{random.Random(1).randbytes(10_000).hex()}</p>"  # at least 10 kB after compression
 
 
 def ends(project: Project) -> int:
@@ -27,7 +28,7 @@ def stop(*running: Running) -> None:
     for each in running:
         each.signal(15)
     for each in running:
-        assert each.wait() == 0, each.said
+        assert each.wait() == 0, each.output
 
 
 def test_three_processes_with_one_role_each_write_every_row_once(
@@ -47,7 +48,7 @@ def test_three_processes_with_one_role_each_write_every_row_once(
 
 
 @pytest.mark.slow
-def test_each_role_may_be_killed_on_the_way_and_started_again(
+def test_every_row_is_written_once_although_each_role_is_killed_and_restarted(
     project: Project, target: Callable[..., Target], seed: int
 ) -> None:
     rng = random.Random(seed)
@@ -61,7 +62,7 @@ def test_each_role_may_be_killed_on_the_way_and_started_again(
         share = rng.randrange(20, 150)
         wait_for(
             lambda begun=begun, share=share: ends(project) >= min(PAGES, begun + share),
-            f"progress: {[r.said for r in running.values()]}",
+            f"progress: {[r.output for r in running.values()]}",
             180,
             0.05,
         )
@@ -69,7 +70,10 @@ def test_each_role_may_be_killed_on_the_way_and_started_again(
         kills += 1
         running[role] = project.start("run", "shop.py", "--role", role)
     wait_for(
-        lambda: ends(project) == PAGES, f"all ends: {[r.said for r in running.values()]}", 240, 0.2
+        lambda: ends(project) == PAGES,
+        f"all ends: {[r.output for r in running.values()]}",
+        240,
+        0.2,
     )
     wait_for(lambda: project.written() == PAGES, "all rows")
     stop(*running.values())
@@ -77,25 +81,25 @@ def test_each_role_may_be_killed_on_the_way_and_started_again(
     assert sorted(row["sku"] for row in project.rows()) == sorted(f"T-{n}" for n in range(PAGES))
     asked = web.asked()
     assert max(asked.values()) <= 1 + kills
-    assert sum(asked.values()) <= PAGES + kills * 64, "a page that was known was fetched again"
+    assert sum(asked.values()) <= PAGES + kills * 64, "a stored page was fetched again"
     project.doctor()
     project.nothing_runs()
 
 
-def test_what_dies_in_the_extract_role_can_be_seen_and_put_back_to_work(
+def test_an_event_that_ends_dead_in_the_extract_role_can_be_shown_and_redriven(
     project: Project, site: Site
 ) -> None:
-    """A message on `pages` is not the event: the dead letter must hold the event all the same."""
+    """A message on `pages` is not an event, but its dead letter must contain the event."""
     project.write(
         "shop.py", SHOP.replace('"sku":', '"bad": 1 / int(page.url[-1]),\n        "sku":')
     )
     urls = [site.serve(f"/p/{n}", product(n)) for n in range(3)]
     project.push(*urls)
     running = [project.start("run", "shop.py", "--role", role) for role in ROLES]
-    wait_for(lambda: ends(project) == 3, f"all ends: {[r.said for r in running]}", every=0.1)
+    wait_for(lambda: ends(project) == 3, f"all ends: {[r.output for r in running]}", every=0.1)
     stop(*running)
-    assert set(project.letters()) == {"0"}
-    assert "ZeroDivisionError" in project.letters()["0"]["reason"]
+    assert set(project.dead_letters()) == {"0"}
+    assert "ZeroDivisionError" in project.dead_letters()["0"]["reason"]
     assert urls[0] in project.good("dlq", "show", urls[0])
     project.write("shop.py", SHOP)
     project.good("dlq", "retry", "--all")
@@ -105,7 +109,7 @@ def test_what_dies_in_the_extract_role_can_be_seen_and_put_back_to_work(
     ]
     wait_for(
         lambda: project.total()["success"] == 3,
-        f"all succeed: {[r.said for r in running]}",
+        f"all succeed: {[r.output for r in running]}",
         every=0.1,
     )
     wait_for(lambda: project.written() == 3, "all rows")
@@ -113,7 +117,7 @@ def test_what_dies_in_the_extract_role_can_be_seen_and_put_back_to_work(
     project.doctor()
 
 
-def test_what_split_roles_left_half_done_is_finished_by_whoever_comes_without_another_fetch(
+def test_pages_that_a_killed_fetch_role_handed_over_are_finished_without_a_fetch(
     project: Project, target: Callable[..., Target]
 ) -> None:
     web = target(pages=100)
@@ -130,7 +134,7 @@ def test_what_split_roles_left_half_done_is_finished_by_whoever_comes_without_an
 
 
 def handed(project: Project, count: int) -> list[dict[str, Any]]:
-    """The messages on `pages`, once there are so many."""
+    """Return the messages on `pages` if there are `count`, otherwise an empty list."""
     found: list[dict[str, Any]] = json.loads(project.good("topics", "peek", "pages", "--json"))[
         "messages"
     ]
@@ -138,43 +142,44 @@ def handed(project: Project, count: int) -> list[dict[str, Any]]:
 
 
 def hand_over(project: Project, *urls: str) -> dict[str, int]:
-    """Fetched and handed over, and the fetching process is gone. The size of the message on
-    `pages`, by URL.
+    """Fetch `urls`, publish them on `pages`, and stop the fetch process.
+
+    Return the size of each message on `pages` by URL.
     """
     project.push(*urls)
     fetch = project.start("run", "shop.py", "--role", "fetch")
     messages = wait_for(
-        lambda: handed(project, len(urls)), f"all handed over: {fetch.said}", every=0.2
+        lambda: handed(project, len(urls)), f"all handed over: {fetch.output}", every=0.2
     )
     stop(fetch)
     return {m["url"]: m["size"] for m in messages}
 
 
-def test_a_page_travels_as_a_reference_unless_told_otherwise(project: Project, site: Site) -> None:
+def test_a_message_on_pages_contains_a_reference_and_not_the_page_by_default(
+    project: Project, site: Site
+) -> None:
     url = site.serve("/p/1", product(1, more=NOISE))
     assert hand_over(project, url)[url] < len(NOISE) / 4
 
 
 @pytest.mark.parametrize("layout", ["embedded", "apart"])
-def test_small_pages_travel_in_the_message_and_need_no_page_store(
+def test_small_pages_are_inlined_in_the_message_and_need_no_page_store(
     project: Project, site: Site, server: Server, layout: str
 ) -> None:
-    """The large one is a reference all the same: it waits for the store, and nothing is fetched
-    twice.
-    """
+    """The large page is a reference. Its event waits for the store, without a second fetch."""
     lay_out(project, layout, server)
     project.set(pages_inline_max="8KiB", retry_base="3s")
     small = [site.serve(f"/p/{n}", product(n)) for n in range(5)]
     large = site.serve("/p/large", product("large", more=NOISE))
     hand_over(project, *small, large)
     pages, away = project.dir / ".penstock" / "pages", project.dir / "away"
-    assert list(pages.glob("*.seg")), "what travels is stored as well"
+    assert list(pages.glob("*.seg")), "inlined pages are stored as well"
     pages.rename(away)
     rest = project.start("run", "shop.py", "--role", "extract,sink")
-    wait_for(lambda: project.written() == 5, f"rows of the small ones: {rest.said}", every=0.1)
+    wait_for(lambda: project.written() == 5, f"rows of the small ones: {rest.output}", every=0.1)
     wait_for(
         lambda: project.event(large)["status"] == "delayed",
-        f"the large one missed its page: {rest.said}",
+        f"the large one missed its page: {rest.output}",
         every=0.2,
     )
     stop(rest)
@@ -187,17 +192,16 @@ def test_small_pages_travel_in_the_message_and_need_no_page_store(
 
 
 @pytest.mark.parametrize("layout", ["embedded", "apart"])
-def test_a_request_that_comes_again_after_its_page_was_handed_over_is_handed_over_again(
+def test_a_redelivered_request_publishes_its_stored_page_again_without_a_fetch(
     project: Project, site: Site, server: Server, layout: str
 ) -> None:
     lay_out(project, layout, server)
     urls = [site.serve(f"/p/{n}", product(n)) for n in range(3)]
     hand_over(project, *urls)
-    project.good(
-        "topics", "rewind", "requests", "--group", "main"
-    )  # as a broker does that was not told of the end before a crash
+    # A broker redelivers the same way if a crash prevented the settle.
+    project.good("topics", "rewind", "requests", "--group", "main")
     fetch = project.start("run", "shop.py", "--role", "fetch")
-    wait_for(lambda: handed(project, 6), f"all handed over again: {fetch.said}", every=0.2)
+    wait_for(lambda: handed(project, 6), f"all handed over again: {fetch.output}", every=0.2)
     stop(fetch)
     project.run("--role", "extract,sink")
     assert sorted(row["sku"] for row in project.rows()) == ["S-0", "S-1", "S-2"]

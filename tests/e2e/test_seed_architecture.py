@@ -1,6 +1,4 @@
-"""The seeds' architecture, whole: a row in PostgreSQL → Debezium → Kafka → Penstock → Kafka → JDBC
-sink → a row in another table, while its parts die.
-"""
+"""PostgreSQL → Debezium → Kafka → Penstock → Kafka → JDBC sink → PostgreSQL, under SIGKILL."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ def product(page: Page):
 
 
 class Estate:
-    """Two tables with two topics between them, under names of this test's own."""
+    """Two tables with two topics between them, under names that only this test uses."""
 
     def __init__(self, project: Project, server: Callable[[str], Handle]) -> None:
         self.id = "s" + uuid.uuid4().hex[:8]
@@ -103,7 +101,7 @@ def estate(project: Project, server: Callable[[str], Handle]) -> Iterator[Estate
 @pytest.mark.slow
 @pytest.mark.server("postgres", "kafka", "connect")
 @pytest.mark.parametrize("layout", ["embedded", "kafka"])
-def test_a_thousand_inserted_rows_are_a_thousand_result_rows_while_connect_and_the_workers_are_killed(
+def test_a_thousand_rows_are_a_thousand_results_with_killed_connect_and_workers(
     project: Project,
     estate: Estate,
     target: Callable[..., Target],
@@ -127,22 +125,22 @@ def test_a_thousand_inserted_rows_are_a_thousand_result_rows_while_connect_and_t
             at.pop(0)
             if kills.pop(0) == "connect":
                 server("connect").kill()
-                estate.insert([])  # nobody reads the log now; the slot keeps it
+                estate.insert([])  # the replication slot keeps the WAL while no connector reads it
                 server("connect").start()
             else:
                 done = web.lines()
                 wait_for(
                     lambda done=done, all_=n + BATCH: web.lines() > done or done >= all_,
-                    f"something is under way: {running.said}",
+                    f"a request is sent: {running.output}",
                     240,
                     0.005,
                 )
                 running.kill()
                 running = project.start(*run)
-        time.sleep(rng.uniform(0, 0.05))  # rows come as they come
+        time.sleep(rng.uniform(0, 0.05))  # random times between inserts
     assert not kills
-    wait_for(lambda: estate.rows() >= ROWS, f"{ROWS} result rows: {running.said}", 400, 0.25)
-    wait_for(lambda: project.total()["success"] == ROWS, f"all ended: {running.said}", 240, 0.5)
+    wait_for(lambda: estate.rows() >= ROWS, f"{ROWS} result rows: {running.output}", 400, 0.25)
+    wait_for(lambda: project.total()["success"] == ROWS, f"all ended: {running.output}", 240, 0.5)
     assert estate.rows() == ROWS
     found = estate.sql(
         f"SELECT p.sku, p.priority, p.asked, r.url FROM {estate.products} p JOIN {estate.requests} r ON r.id = p.asked"

@@ -1,6 +1,4 @@
-"""Seed lists and Redis lists under SIGKILL: a process that only reads sources dies again and again,
-and every line is one event.
-"""
+"""Seed lists and Redis lists with a reader that is killed repeatedly: every line is one event."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ shop.sink("jsonl:products.jsonl")
 
 
 def accepted(project: Project) -> int:
-    """Read beside the process that writes; 0 before it has begun."""
+    """Count the accepted events while another process writes. Return 0 if there is no ledger."""
     with (
         contextlib.suppress(sqlite3.Error),
         contextlib.closing(
@@ -47,49 +45,51 @@ def accepted(project: Project) -> int:
 
 
 def read_and_kill(project: Project, rng: random.Random) -> int:
-    """Readers that die while they start or after a part of the work, and one that may finish.
-    Returns how many died in the middle of the list.
+    """Kill readers during their start or after a part of the work. Let the last reader finish.
+
+    Return the number of readers that were killed in the middle of the list.
     """
     middle = 0
     for round_ in range(1, KILLS + 1):
         before = accepted(project)
-        room = round_ * LINES // (KILLS + 1)
-        project.set(
-            intake_max_pending=str(room)
-        )  # however late the kill comes, something is left for the next
+        limit = round_ * LINES // (KILLS + 1)
+        # Even a late kill must leave work for the next reader.
+        project.set(intake_max_pending=str(limit))
         running = project.start("run", "shop.py", "--role", "source", "--log-level", "warning")
         if rng.random() < 0.2:
             until = time.monotonic() + rng.uniform(0.0, 1.0)
             wait_for(
                 lambda: time.monotonic() >= until or accepted(project) > before,  # noqa: B023
-                "a moment of its start",
+                "a random moment of the start",
                 every=0.001,
             )
         else:
-            part = min(room, before + rng.randrange(1, LINES // (2 * KILLS)))
+            part = min(limit, before + rng.randrange(1, LINES // (2 * KILLS)))
             wait_for(
                 lambda: accepted(project) >= part or running.ended,  # noqa: B023
-                f"{part} events: {running.said}",
+                f"{part} events: {running.output}",
                 every=0.001,
             )
-        assert not running.ended, running.said
+        assert not running.ended, running.output
         running.kill()
         middle += 0 < accepted(project) < LINES
     del project.env["PENSTOCK_INTAKE_MAX_PENDING"]
     last = project.start("run", "shop.py", "--role", "source", "--log-level", "warning")
-    wait_for(lambda: accepted(project) >= LINES or last.ended, f"all of them: {last.said}")
-    wait_for(lambda: source(project)["settled"], f"the end of the list: {last.said}", every=0.2)
+    wait_for(lambda: accepted(project) >= LINES or last.ended, f"all of them: {last.output}")
+    wait_for(lambda: source(project)["settled"], f"the end of the list: {last.output}", every=0.2)
     last.signal(15)
-    assert last.wait() == 0, last.said
+    assert last.wait() == 0, last.output
     return middle
 
 
-def told(project: Project, *args: str) -> Any:
+def read_json(project: Project, *args: str) -> Any:
     return json.loads(project.good(*args, "--json"))
 
 
 def source(project: Project) -> dict[str, object]:
-    found: dict[str, object] = told(project, "sources", "ls", "--pipeline", "shop.py")["sources"][0]
+    found: dict[str, object] = read_json(project, "sources", "ls", "--pipeline", "shop.py")[
+        "sources"
+    ][0]
     return found | {
         "settled": found["events"] == LINES and not found["error"] and not found["backlog"]
     }
@@ -106,7 +106,7 @@ def check(project: Project) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("url", ["seeds:urls.txt", "seeds:inbox/"])
-def test_a_reader_of_a_list_killed_again_and_again_makes_one_event_of_each_line(
+def test_every_line_of_a_seed_list_is_one_event_although_the_reader_is_killed(
     project: Project, seed: int, url: str
 ) -> None:
     project.write("shop.py", PIPELINE.replace("SOURCE", url))
@@ -125,14 +125,14 @@ def test_a_reader_of_a_list_killed_again_and_again_makes_one_event_of_each_line(
     running = project.start("run", "shop.py", "--role", "source", "--log-level", "warning")
     wait_for(
         lambda: accepted(project) == LINES + 1 or running.ended,
-        f"what was appended: {running.said}",
+        f"the appended line: {running.output}",
     )
     running.kill()
 
 
 @pytest.mark.slow
 @pytest.mark.server("redis")
-def test_a_reader_of_a_redis_list_killed_again_and_again_loses_and_repeats_nothing(
+def test_every_item_of_a_redis_list_is_one_event_although_the_reader_is_killed(
     project: Project, seed: int, server: Callable[[str], Handle]
 ) -> None:
     key = f"t{uuid.uuid4().hex[:8]}:start_urls"
@@ -143,12 +143,12 @@ def test_a_reader_of_a_redis_list_killed_again_and_again_loses_and_repeats_nothi
             assert read_and_kill(project, random.Random(seed)) > 0
             check(project)
             assert client.llen(key) == 0
-            wait_for(lambda: client.hlen(f"{key}:penstock:list") == 0, "nothing lies aside")
+            wait_for(lambda: client.hlen(f"{key}:penstock:list") == 0, "no item is reserved")
         finally:
             client.delete(key, f"{key}:penstock:list", f"{key}:penstock:list:count")
 
 
-def test_what_a_list_says_wrongly_is_a_dead_letter_with_its_reason(project: Project) -> None:
+def test_an_invalid_line_of_a_seed_list_is_a_dead_letter_with_its_reason(project: Project) -> None:
     project.write("shop.py", PIPELINE.replace("SOURCE", "seeds:list.jsonl"))
     project.write(
         "list.jsonl", '{"url": "https://shop.test/p/1"}\nrubbish\n{"url": "ftp://shop.test/"}\n'
@@ -160,15 +160,18 @@ def test_what_a_list_says_wrongly_is_a_dead_letter_with_its_reason(project: Proj
     wait_for(
         lambda: (
             running.ended
-            or told(project, "sources", "ls", "--pipeline", "shop.py")["sources"][0]["refused"] == 2
+            or read_json(project, "sources", "ls", "--pipeline", "shop.py")["sources"][0]["refused"]
+            == 2
         ),
         "all of the list",
         every=0.1,
     )
     running.signal(15)
     running.wait()
-    letters = told(project, "dlq", "ls", "--all")["letters"]
-    assert len(letters) == 2, letters
-    assert any("the line is no JSON" in letter["reason"] for letter in letters), letters
-    state = told(project, "sources", "ls", "--pipeline", "shop.py")["sources"][0]
+    dead_letters = read_json(project, "dlq", "ls", "--all")["letters"]
+    assert len(dead_letters) == 2, dead_letters
+    assert any("the line is no JSON" in dead_letter["reason"] for dead_letter in dead_letters), (
+        dead_letters
+    )
+    state = read_json(project, "sources", "ls", "--pipeline", "shop.py")["sources"][0]
     assert (state["events"], state["refused"]) == (1, 2)

@@ -1,5 +1,6 @@
-"""SIGTERM finishes what is in flight and exits 0; a second signal leaves at once. Either way
-nothing is lost.
+"""SIGTERM finishes events in flight and exits with 0. A second signal exits immediately.
+
+In both cases no event is lost.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from penstock.testing.web import Reply, Request
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_sigterm_drains_and_exits_0_and_no_event_is_ever_started_twice(
+def test_sigterm_finishes_events_in_flight_exits_with_0_and_starts_no_event_twice(
     project: Project, target: Callable[..., Target], workers: str
 ) -> None:
     project.set(fetch_concurrency="32", fetch_prefetch="64")
     web = target(pages=600, delay=0.3)
     project.push(*web.urls)
     running = project.start("run", "shop.py", "--workers", workers)
-    wait_for(lambda: web.lines() > 100, f"requests in flight: {running.said}")
+    wait_for(lambda: web.lines() > 100, f"requests in flight: {running.output}")
     running.signal(signal.SIGTERM)
-    assert running.wait() == 0, running.said
+    assert running.wait() == 0, running.output
     project.nothing_runs()
 
     total = project.total()
     assert total["in_flight"] == 0, (
         total,
-        running.said,
+        running.output,
         project.events("--status", "in_flight")[:2],
     )
     assert 0 < total["success"] < 600
@@ -60,18 +61,19 @@ def test_sigterm_drains_and_exits_0_and_no_event_is_ever_started_twice(
 @pytest.mark.parametrize(
     ("workers", "number"), [("1", signal.SIGINT), ("2", signal.SIGINT), ("2", signal.SIGTERM)]
 )
-def test_a_signal_to_the_whole_group_is_one_signal_and_drains(
+def test_a_signal_to_the_process_group_finishes_events_in_flight(
     project: Project, target: Callable[..., Target], workers: str, number: int
 ) -> None:
-    """A terminal (Ctrl-C) and a service manager signal every process; the supervisor must not make
-    a second signal of it.
+    """A terminal (Ctrl-C) and a service manager signal every process of the group.
+
+    The supervisor must not treat that as a second signal.
     """
     web = target(pages=400, delay=0.5)
     project.push(*web.urls)
     running = project.start("run", "shop.py", "--workers", workers)
-    wait_for(lambda: web.lines() > 20, f"requests in flight: {running.said}")
+    wait_for(lambda: web.lines() > 20, f"requests in flight: {running.output}")
     os.killpg(running.pid, number)
-    assert running.wait() == 0, running.said
+    assert running.wait() == 0, running.output
     total = project.total()
     assert total["in_flight"] == 0, "work was dropped, not drained"
     assert sum(web.asked().values()) == total["success"]
@@ -80,23 +82,23 @@ def test_a_signal_to_the_whole_group_is_one_signal_and_drains(
 
 
 @pytest.mark.slow
-def test_a_signal_while_the_workers_are_being_started_ends_them_all(project: Project) -> None:
-    for everybody in (False, True) * 2:
+def test_a_signal_during_the_start_of_the_workers_ends_all_of_them(project: Project) -> None:
+    for process_group in (False, True) * 2:
         running = project.start("run", "shop.py", "--workers", "8")
         children = Path(f"/proc/{running.pid}/task/{running.pid}/children")
         wait_for(
             lambda: running.ended or children.read_text(),  # noqa: B023
-            f"the first of them: {running.said}",
+            f"the first of them: {running.output}",
             every=0.0,
         )
-        (os.killpg if everybody else os.kill)(running.pid, signal.SIGTERM)
-        assert running.wait() == 0, running.said
-        assert "Traceback" not in running.said
+        (os.killpg if process_group else os.kill)(running.pid, signal.SIGTERM)
+        assert running.wait() == 0, running.output
+        assert "Traceback" not in running.output
         project.nothing_runs()
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_a_second_signal_leaves_at_once_and_the_next_run_takes_the_work_back(
+def test_a_second_signal_exits_before_the_grace_and_the_next_run_does_the_work(
     project: Project, site: Site, workers: str
 ) -> None:
     stuck = True
@@ -114,19 +116,19 @@ def test_a_second_signal_leaves_at_once_and_the_next_run_takes_the_work_back(
     running = project.start("run", "shop.py", "--workers", workers)
     wait_for(
         lambda: len([e for e in site.web.entries if e.path.startswith("/p/")]) == 30,
-        f"all are being fetched: {running.said}",
+        f"all are being fetched: {running.output}",
     )
     wait_for(
         lambda: len(project.tree()[1]) == int(workers),
-        f"all of them are there to be told: {running.said}",
+        f"all workers have started: {running.output}",
         every=0.05,
     )
     running.signal(signal.SIGTERM)
     wait_for(
-        lambda: running.ended or running.said.count("draining") == int(workers),
-        f"it was told: {running.said}",
+        lambda: running.ended or running.output.count("draining") == int(workers),
+        f"all workers are draining: {running.output}",
     )
-    time.sleep(0.5)  # it waits for its pages: their grace is 25 s
+    time.sleep(0.5)  # the run waits for its pages: the grace is 25 s
     assert not running.ended
     running.signal(signal.SIGTERM)
     running.wait(20)  # less than the grace
@@ -139,7 +141,7 @@ def test_a_second_signal_leaves_at_once_and_the_next_run_takes_the_work_back(
     project.doctor()
 
 
-def test_what_is_not_done_within_the_grace_is_released_and_costs_no_attempt(
+def test_events_unfinished_after_the_grace_are_released_without_a_charged_attempt(
     project: Project, site: Site
 ) -> None:
     stuck = True
@@ -158,10 +160,10 @@ def test_what_is_not_done_within_the_grace_is_released_and_costs_no_attempt(
     running = project.start("run", "shop.py")
     wait_for(
         lambda: len([e for e in site.web.entries if e.path.startswith("/p/")]) == 5,
-        f"all are being fetched: {running.said}",
+        f"all are being fetched: {running.output}",
     )
     running.signal(signal.SIGTERM)
-    assert running.wait() == 0, running.said
+    assert running.wait() == 0, running.output
     total = project.total()
     assert (total["pending"], total["in_flight"]) == (5, 0)
     assert {e["retry_count"] for e in project.events()} == {0}

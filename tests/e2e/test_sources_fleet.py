@@ -1,5 +1,6 @@
-"""A source that two machines could read, whose books lie in one PostgreSQL: one reads it, another
-takes over, and people stop and move it from anywhere.
+"""A source of two machines that share a ledger in PostgreSQL.
+
+One machine reads it, the other takes over, and an operator pauses and resets it from either.
 """
 
 from __future__ import annotations
@@ -57,12 +58,12 @@ def state(project: Project) -> dict[str, Any]:
 
 
 def reading(project: Project, running: list[Running]) -> int:
-    """Which of them, counted from 1; 0 if it is none that still runs."""
+    """Return the number of the running reader, counted from 1, or 0 if it has ended."""
     parts = (state(project)["worker"] or "").split("-")
     return next((n for n, r in enumerate(running, 1) if str(r.pid) in parts), 0)
 
 
-def test_one_of_two_machines_reads_and_when_it_is_killed_the_other_reads_on(
+def test_the_other_machine_continues_a_source_whose_reader_is_killed(
     machines: list[Project],
 ) -> None:
     first = machines[0]
@@ -80,9 +81,9 @@ def test_one_of_two_machines_reads_and_when_it_is_killed_the_other_reads_on(
             120,
             0.2,
         )  # type: ignore[misc]
-        assert not any(r.ended for r in running), [r.said for r in running]
-        # Looked at once: who stood still for longer than its lease is not the reader any more at
-        # the next look.
+        assert not any(r.ended for r in running), [r.output for r in running]
+        # One check only: a reader that was suspended longer than its lease may have changed by
+        # the next check.
         reader = wait_for(lambda: reading(first, running), "one of them reads", every=0.2) - 1
         running[reader].kill()
         running[reader] = machines[reader].start("run", "shop.py", "--role", "source")
@@ -94,9 +95,14 @@ def test_one_of_two_machines_reads_and_when_it_is_killed_the_other_reads_on(
     first.good("sources", "reset", "list", "--to", "start", "--pipeline", "shop.py")
     assert state(machines[1])["events"] == FILES * LINES
     machines[1].good("sources", "resume", "list", "--pipeline", "shop.py")
-    wait_for(lambda: state(first)["events"] == FILES * LINES + 1, "what came meanwhile", 120, 0.2)
     wait_for(
-        lambda: state(first)["known"] >= FILES * LINES, "and what was read before, known", 120, 0.2
+        lambda: state(first)["events"] == FILES * LINES + 1,
+        "the line written during the pause",
+        120,
+        0.2,
+    )
+    wait_for(
+        lambda: state(first)["known"] >= FILES * LINES, "the earlier lines are known", 120, 0.2
     )
     assert set(Counter(event["url"] for event in first.events()).values()) == {1}
     assert first.total()["accepted"] == FILES * LINES + 1

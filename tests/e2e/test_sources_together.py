@@ -68,9 +68,8 @@ def test_a_row_a_webhook_and_a_feed_entry_for_one_product_are_one_fetch(
     project: Project, site: Site, database: str
 ) -> None:
     port = free_port()
-    project.set(
-        dedup_settle="30s", serve_port=str(port)
-    )  # "the same second", on however slow a machine
+    # 30 s is "the same second" even on a slow machine.
+    project.set(dedup_settle="30s", serve_port=str(port))
     page = site.serve("/p/1", product(1))
     items = ""
     rss = {"content-type": "application/rss+xml"}
@@ -120,7 +119,7 @@ def test_a_row_a_webhook_and_a_feed_entry_for_one_product_are_one_fetch(
             db.execute("INSERT INTO scrape_requests(url) VALUES (%s)", (page,))
             db.commit()
 
-        def tell() -> None:
+        def post_webhook() -> None:
             go.wait()
             body = json.dumps({"url": page}).encode()
             asked = urllib.request.Request(
@@ -129,12 +128,12 @@ def test_a_row_a_webhook_and_a_feed_entry_for_one_product_are_one_fetch(
             with urllib.request.urlopen(asked, timeout=30) as answer:
                 assert answer.status == 202
 
-        told = [threading.Thread(target=insert), threading.Thread(target=tell)]
-        for thread in told:
+        threads = [threading.Thread(target=insert), threading.Thread(target=post_webhook)]
+        for thread in threads:
             thread.start()
         go.wait()
         items = f"<item><guid>1</guid><title>one</title><link>{page}</link></item>"
-        for thread in told:
+        for thread in threads:
             thread.join(30)
     wait_for(
         lambda: (
@@ -150,5 +149,5 @@ def test_a_row_a_webhook_and_a_feed_entry_for_one_product_are_one_fetch(
     wait_for(lambda: project.written() == 1, "its row")
     assert {e["source"] for e in project.events()} == {"rows", "hook", "feed"}
     running.signal(15)
-    assert running.wait() == 0, running.said
+    assert running.wait() == 0, running.output
     project.doctor()

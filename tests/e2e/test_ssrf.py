@@ -1,5 +1,6 @@
-"""I14: whatever a URL, a name, a redirect or a proxy says, no packet leaves for an address that is
-not public. Whole runs in a network of their own.
+"""I14: no packet is sent to an address that is not public.
+
+URLs, names, redirects and proxies try to cause one. Complete runs in a separate network.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from tests.e2e.wall import (
     sent,
 )
 
-# In every spelling that some parser takes for one of them. Each names a canary, or a place where
-# none can listen.
+# Every spelling that some parser accepts. Each names a canary, or an address that no server
+# can listen on.
 LOOPBACK = (
     "127.0.0.1", "127.1", "127.0.1", "2130706433", "0x7f000001", "0x7f.1", "017700000001", "0177.0.0.1", "127.0.0.1.", "127.255.255.254", "0", "0.0.0.0",
     "[::1]", "[0:0:0:0:0:0:0:1]", "[::ffff:127.0.0.1]", "[::ffff:7f00:1]", "[::127.0.0.1]", "[::]", "１２７.０.０.１", "①②⑦.⓪.⓪.①", "127。0。0。1",
@@ -49,10 +50,9 @@ PRIVATE = (
     "[2a01:4f8:2:0:200:5efe:a00:5]", "[2001:db8::1]", "[3fff::1]", "[3ffe::1]", "[100::1]", "[::ffff:10.0.0.5]", "[64:ff9b::a00:5]",
 )  # fmt: skip
 OWN = (HOME4, f"[{HOME6}]")  # public, but this machine
-PLACES = [*LOOPBACK, *METADATA, *PRIVATE, *OWN]
+HOSTS = [*LOOPBACK, *METADATA, *PRIVATE, *OWN]
 
-# Here a URL says one thing to a person and another to a parser, or leads to a place that is none of
-# the web's.
+# URLs that a person and a parser read differently, or with a port that is not a web port.
 AUTHORITIES = (
     "good.test@127.0.0.1", "good.test:80@127.0.0.1:80", "127.0.0.1:80@good.test", "user:secret@good.test", "good.test:secret@[::1]", "good.test%00.127.0.0.1",
     "good.test%23@127.0.0.1", "127.0.0.1%0d%0aHost:%20good.test", "good.test:22", "good.test:25", f"{GOOD4}:6379", f"[{GOOD6}]:11211", "127.0.0.1:8080",
@@ -66,7 +66,7 @@ SCHEMES = (
 SITE: dict[str, list[str]] = {"A": [GOOD4]}
 ZONE: dict[str, list[dict[str, list[str]]]] = {
     "good.test": [SITE],
-    "robots.test": [SITE],  # its robots.txt is a redirect inward
+    "robots.test": [SITE],  # robots.txt redirects to an internal address
     "good6.test": [{"AAAA": [GOOD6]}],
     "both.test": [{"A": [GOOD4], "AAAA": [GOOD6]}],
     "inward.evil.test": [{"A": ["10.0.0.5"]}],
@@ -85,7 +85,7 @@ ZONE: dict[str, list[dict[str, list[str]]]] = {
     "rebind6.test": [{"AAAA": [GOOD6]}, {"A": ["127.0.0.1"], "AAAA": ["::1"]}],
     "rebind-local.test": [SITE, {"A": ["127.0.0.1"]}],
     "proxy.test": [{"A": [PROXY]}],
-    "localhost": [{"A": ["127.0.0.1"]}],  # with a dot at its end it is not in /etc/hosts
+    "localhost": [{"A": ["127.0.0.1"]}],  # with a trailing dot the name is not in /etc/hosts
 }  # fmt: skip
 EVIL = [name for name in ZONE if name.endswith(".evil.test")] + ["localhost", "LOCALHOST."]
 ASKING = Sent(17, DNS, 53)
@@ -93,7 +93,7 @@ SITES = {Sent(6, GOOD4, 80), Sent(6, GOOD6, 80)}
 
 
 class Walled(Project):
-    """A project whose commands run at home, behind the wall."""
+    """A project whose commands run in the `home` namespace."""
 
     def __init__(self, directory: Path, wall: Wall) -> None:
         super().__init__(directory)
@@ -112,17 +112,17 @@ class Walled(Project):
             errors="replace", check=False,
         )  # fmt: skip
         done = Done(found.returncode, found.stdout, found.stderr)
-        assert "Traceback (most recent call last)" not in done.err, done.said
+        assert "Traceback (most recent call last)" not in done.err, done.output
         return done
 
     def offer(self, urls: list[str], *options: str) -> dict[str, str]:
-        """Push them all; those that were refused at once, with the reason."""
+        """Push all URLs. Return the refused ones with their reasons."""
         done = self.penstock(
             "push", "--json", *options, "-", input="".join(url + "\n" for url in urls)
         )
-        said = json.loads(done.out)
-        assert said["accepted"] + said["refused"] == len(urls), done.said
-        return {refusal["input"]: refusal["reason"] for refusal in said["refusals"]}
+        pushed = json.loads(done.out)
+        assert pushed["accepted"] + pushed["refused"] == len(urls), done.output
+        return {refusal["input"]: refusal["reason"] for refusal in pushed["refusals"]}
 
 
 @pytest.fixture(scope="module")
@@ -130,10 +130,10 @@ def wall(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wall]:
     try:
         made = Wall(tmp_path_factory.mktemp("wall") / "notes")
     except Unavailable as e:
-        why = f"no network namespaces, so nothing here was tested: {e}"
+        reason = f"no network namespaces, so these tests did not run: {e}"
         if os.environ.get("CI") == "true":
-            pytest.fail(why)
-        pytest.skip(why)
+            pytest.fail(reason)
+        pytest.skip(reason)
     made.zone(ZONE)
     yield made
     made.close()
@@ -144,7 +144,7 @@ def walled(wall: Wall, tmp_path: Path) -> Iterator[Walled]:
     directory = tmp_path / "project"
     directory.mkdir()
     made = Walled(directory, wall)
-    wall.noted()
+    wall.read_notes()
     yield made
     made.close()
 
@@ -159,7 +159,7 @@ def ends(project: Project) -> dict[str, tuple[str, str]]:
 
 
 def no_inward(notes: list[dict[str, Any]], *allowed: Sent) -> None:
-    """From outside: only these were dialled, and only good addresses saw anybody."""
+    """Check that packets and connections went only to public sites and to `allowed`."""
     assert sent(notes) <= {ASKING, *SITES, *allowed}
     assert contacts(notes) <= {(s.address, s.port) for s in {*SITES, *allowed}}
 
@@ -169,9 +169,9 @@ def readable(reasons: dict[str, str], *beginnings: str) -> None:
     assert not wrong
 
 
-def test_the_canaries_sing_and_the_sniffer_hears_them(wall: Wall) -> None:
-    """Without this, silence below would prove nothing."""
-    places = [
+def test_the_sniffer_records_a_connection_to_every_canary(wall: Wall) -> None:
+    """Without this test, an empty record in the other tests would prove nothing."""
+    hosts = [
         "127.0.0.1",
         "127.9.9.9",
         "::1",
@@ -184,7 +184,7 @@ def test_the_canaries_sing_and_the_sniffer_hears_them(wall: Wall) -> None:
         "192.0.0.192",
         "240.0.0.1",
     ]
-    places += [
+    hosts += [
         "fd00::1",
         "fd00:ec2::254",
         "fec0::1",
@@ -196,37 +196,37 @@ def test_the_canaries_sing_and_the_sniffer_hears_them(wall: Wall) -> None:
         HOME4,
         HOME6,
     ]
-    places += [GOOD4, GOOD6, "::ffff:10.0.0.6", "::ffff:127.0.0.3"]
-    # Each waits for its answer: by then whoever gave it has noted it.
+    hosts += [GOOD4, GOOD6, "::ffff:10.0.0.6", "::ffff:127.0.0.3"]
+    # Each connection waits for its response: the server records the connection before that.
     program = "import socket, sys\nfor a in sys.argv[1:]:\n    with socket.create_connection((a, 80), 60) as s:\n"
     program += "        s.sendall(b'GET / HTTP/1.1\\r\\n\\r\\n')\n        assert s.recv(1)\nsocket.getaddrinfo('mixed.evil.test', 80)"
-    wall.noted()
+    wall.read_notes()
     subprocess.run(
-        wall.command(wall.dir, sys.executable, "-c", program, *places), check=True, timeout=180
+        wall.command(wall.dir, sys.executable, "-c", program, *hosts), check=True, timeout=180
     )
-    notes = wall.noted()
-    expected = {place.removeprefix("::ffff:") for place in places}
+    notes = wall.read_notes()
+    expected = {host.removeprefix("::ffff:") for host in hosts}
     assert {address for address, _ in contacts(notes)} == expected
     assert sent(notes) == {ASKING, *(Sent(6, address, 80) for address in expected)}
 
 
-def test_a_run_that_may_go_inward_is_seen_to_go_there(walled: Walled) -> None:
+def test_a_request_to_an_allowed_internal_address_is_recorded(walled: Walled) -> None:
     walled.set(net_allow="10.0.0.5:80")
     walled.offer(["http://10.0.0.5/p/1"])
     walled.run()
-    notes = walled.wall.noted()
+    notes = walled.wall.read_notes()
     assert sent(notes) == {Sent(6, "10.0.0.5", 80)}
     assert contacts(notes) == {("10.0.0.5", 80)}
     assert skus(walled) == {"CANARY"}
 
 
 @pytest.mark.slow
-def test_no_spelling_of_an_inward_address_is_dialled_and_each_event_says_why(
+def test_no_spelling_of_an_internal_address_is_dialled_and_each_event_has_a_reason(
     walled: Walled,
 ) -> None:
     walled.set(net_allow="127.0.0.1:8000")
-    bad = [f"http://{place}/p/{n}" for n, place in enumerate([*PLACES, *AUTHORITIES, *EVIL])]
-    bad += [f"https://{place}/p/s{n}" for n, place in enumerate([*PLACES, *EVIL])]
+    bad = [f"http://{host}/p/{n}" for n, host in enumerate([*HOSTS, *AUTHORITIES, *EVIL])]
+    bad += [f"https://{host}/p/s{n}" for n, host in enumerate([*HOSTS, *EVIL])]
     good = [
         "http://good.test/p/links",
         f"http://{GOOD4}/p/2",
@@ -238,10 +238,10 @@ def test_no_spelling_of_an_inward_address_is_dialled_and_each_event_says_why(
     good += [
         "http://127.0.0.1:8000/p/allowed",
         "http://good.test/#@127.0.0.1/",
-    ]  # the host ends where the fragment begins
+    ]  # the host ends before the fragment
     refused = walled.offer([*bad, *good, *SCHEMES])
     walled.run(expect=1)
-    notes = walled.wall.noted()
+    notes = walled.wall.read_notes()
     no_inward(notes, Sent(6, "127.0.0.1", 8000))
     assert SITES | {ASKING, Sent(6, "127.0.0.1", 8000)} == sent(notes), "the good ones were dialled"
     found = ends(walled)
@@ -266,21 +266,23 @@ def test_no_spelling_of_an_inward_address_is_dialled_and_each_event_says_why(
         "GOOD /p/6",
         "GOOD /p/allowed",
     }
-    letter = json.loads(
+    dead_letter = json.loads(
         walled.good(
-            "dlq", "show", f"http://169.254.169.254/p/{PLACES.index('169.254.169.254')}", "--json"
+            "dlq", "show", f"http://169.254.169.254/p/{HOSTS.index('169.254.169.254')}", "--json"
         )
     )
-    assert letter["reason"] == "forbidden address: not a public address"
-    assert "PENSTOCK_NET_ALLOW" in json.dumps(letter), "and what to do if it was meant"
+    assert dead_letter["reason"] == "forbidden address: not a public address"
+    assert "PENSTOCK_NET_ALLOW" in json.dumps(dead_letter), (
+        "the hint names the option that allows the address"
+    )
 
 
 @pytest.mark.slow
-def test_no_redirect_leads_inward(walled: Walled) -> None:
-    targets = [f"http://{place}/p/r" for place in [*PLACES, *AUTHORITIES, *EVIL]]
+def test_no_redirect_to_an_internal_address_is_followed(walled: Walled) -> None:
+    targets = [f"http://{host}/p/r" for host in [*HOSTS, *AUTHORITIES, *EVIL]]
     targets += [
-        f"//{place}/p/r"
-        for place in ("127.0.0.1", "169.254.169.254", "[::1]", "inward.evil.test", "①②⑦.⓪.⓪.①")
+        f"//{host}/p/r"
+        for host in ("127.0.0.1", "169.254.169.254", "[::1]", "inward.evil.test", "①②⑦.⓪.⓪.①")
     ]
     targets += [
         "/\\169.254.169.254/p/r",
@@ -301,7 +303,7 @@ def test_no_redirect_leads_inward(walled: Walled) -> None:
         == {}
     )
     walled.run("--workers", "2", expect=1)
-    notes = walled.wall.noted()
+    notes = walled.wall.read_notes()
     no_inward(notes)
     found = ends(walled)
     good = f"http://good.test/to/{len(targets) - 1}"
@@ -317,7 +319,7 @@ def test_no_redirect_leads_inward(walled: Walled) -> None:
 
 
 @pytest.mark.slow
-def test_a_name_that_turns_inward_after_its_first_answer_is_dialled_where_it_was_checked_or_not_at_all(
+def test_a_rebound_dns_name_is_dialled_at_its_checked_address_or_not_at_all(
     walled: Walled,
 ) -> None:
     names = {"rebind.test": "A", "rebind6.test": "AAAA", "rebind-local.test": "A"}
@@ -334,16 +336,16 @@ def test_a_name_that_turns_inward_after_its_first_answer_is_dialled_where_it_was
         ]
     )
     walled.run()
-    notes = walled.wall.noted()
+    notes = walled.wall.read_notes()
     no_inward(notes)
     assert skus(walled) == {f"GOOD /p/{name}-{n}" for name in names for n in (1, 2, 3)}
     for name, kind in names.items():
         assert [n["type"] for n in notes if n.get("asked") == name].count(kind) == 1, (
-            "one lookup, and what it said was checked and dialled"
+            "one lookup, whose result was checked and dialled"
         )
     walled.offer([f"http://{name}/p/{name}-4" for name in names])
-    walled.run(expect=1)  # another process asks again
-    notes = walled.wall.noted()
+    walled.run(expect=1)  # another process looks the names up again
+    notes = walled.wall.read_notes()
     assert sent(notes) == {ASKING}
     assert contacts(notes) == set()
     found = ends(walled)
@@ -353,7 +355,7 @@ def test_a_name_that_turns_inward_after_its_first_answer_is_dialled_where_it_was
 
 
 @pytest.mark.slow
-def test_no_proxy_is_dialled_inward_and_none_is_asked_for_inward_targets(walled: Walled) -> None:
+def test_no_internal_proxy_is_dialled_and_no_proxy_gets_an_internal_target(walled: Walled) -> None:
     pools = {
         "private": "http://10.0.0.5:3128", "metadata": "http://169.254.169.254:80", "loopback": "http://127.0.0.1:3128", "socks": "socks5://[fd00::1]:1080",
         "mapped": "socks5://[::ffff:10.0.0.5]:1080", "number": "http://2130706433:3128", "name": "http://inward.evil.test:3128", "own": f"http://{HOME4}:3128",
@@ -371,7 +373,7 @@ def test_no_proxy_is_dialled_inward_and_none_is_asked_for_inward_targets(walled:
     inward = [*(name for name in pools if name not in good), "listed", "list-inward"]
     for name in inward:
         walled.offer([f"http://good.test/p/{name}"], "--pool", name)
-    places = [
+    hosts = [
         "127.0.0.1",
         "10.0.0.5",
         "169.254.169.254",
@@ -385,13 +387,13 @@ def test_no_proxy_is_dialled_inward_and_none_is_asked_for_inward_targets(walled:
         walled.offer(
             [
                 f"http://good.test/p/{name}",
-                *(f"http://{place}/p/{name}-{n}" for n, place in enumerate(places)),
+                *(f"http://{host}/p/{name}-{n}" for n, host in enumerate(hosts)),
             ],
             "--pool",
             name,
         )
     walled.run(expect=1)
-    notes = walled.wall.noted()
+    notes = walled.wall.read_notes()
     proxies = {Sent(6, PROXY, HTTP_PROXY), Sent(6, PROXY, SOCKS_PROXY)}
     assert sent(notes) == {ASKING, Sent(6, GOOD4, 80), *proxies}, (
         "the list was fetched, and the good proxies dialled"
@@ -400,7 +402,7 @@ def test_no_proxy_is_dialled_inward_and_none_is_asked_for_inward_targets(walled:
         "from the proxies' side too"
     )
     assert {n["proxied"].split()[1] for n in notes if "proxied" in n} == {f"{GOOD4}:80"}, (
-        "a proxy is told the checked address"
+        "a proxy gets the checked address"
     )
     found = ends(walled)
     assert {url for url, (status, _) in found.items() if status == "success"} == {
@@ -424,15 +426,13 @@ def test_no_proxy_is_dialled_inward_and_none_is_asked_for_inward_targets(walled:
 
 
 @pytest.mark.slow
-def test_the_demo_talks_to_nobody_but_its_own_shop(walled: Walled) -> None:
-    """Shop, triggers, live display, hooks and sinks: all of the product that there is, and every
-    packet of it.
-    """
+def test_the_demo_sends_packets_only_to_its_own_shop(walled: Walled) -> None:
+    """The demo uses the shop, triggers, live display, hooks and sinks. Every packet is recorded."""
     done = walled.penstock("demo", "--seconds", "8")
-    assert done.code == 0, done.said
-    notes = walled.wall.noted()
+    assert done.code == 0, done.output
+    notes = walled.wall.read_notes()
     dialled = sent(notes)
     assert dialled
     assert {(s.protocol, s.address) for s in dialled} == {(6, "127.0.0.1")}, dialled
-    assert len({s.port for s in dialled}) <= 3, "the shop, and the pages with a port of their own"
-    assert contacts(notes) == set(), "none of them a canary's"
+    assert len({s.port for s in dialled}) <= 3, "the shop, and the pages with separate ports"
+    assert contacts(notes) == set(), "no canary was contacted"

@@ -1,5 +1,6 @@
-"""The demo's shop changes while feed, sitemap and API are read by a real `penstock run` that is
-killed again and again: every change is one event of each.
+"""A changing shop, read by feed, sitemap and API sources of a run that is killed repeatedly.
+
+Every change is one event of each source.
 """
 
 from __future__ import annotations
@@ -43,20 +44,17 @@ shop.sink("sqlite:products.db?table=products")
 
 
 class Moving:
-    """The shop in the test's own hands: a price moves when the test says so, and the log of it is
-    the shop's own.
-    """
+    """The demo's shop, whose prices change only when the test calls `move`."""
 
     def __init__(self) -> None:
         self.now, self._lock = 1_700_000_000.0, threading.Lock()
         self.shop = self._made()
         plan = self._made()
         start, self.now = self.now, self.now + CHANGES
-        self.plan: tuple[Change, ...] = (
-            plan.changes
-        )  # what will happen: everything follows from seed and clock
+        # All future changes, which follow from the seed and the clock.
+        self.plan: tuple[Change, ...] = plan.changes
         self.now = start
-        self.answers: dict[str, Reply] = {}  # instead of the shop's
+        self.answers: dict[str, Reply] = {}  # replace the shop's responses
 
     def _made(self) -> Shop:
         return Shop(seed=11, clock=lambda: self.now, every=(1.0, 1.0))
@@ -71,8 +69,9 @@ class Moving:
             self.shop.advance()
 
     def runs(self) -> Iterator[list[Change]]:
-        """The changes in stretches that touch no product twice: what a sitemap shows of two changes
-        between two looks is one.
+        """Split the changes into lists without a repeated product.
+
+        A sitemap shows two changes of a product between two polls as one.
         """
         stretch: list[Change] = []
         for change in self.plan:
@@ -88,10 +87,10 @@ def sources(project: Project) -> dict[str, dict[str, Any]]:
     return {s["name"]: s for s in json.loads(done.out)["sources"]} if done.code == 0 else {}
 
 
-def test_every_change_of_the_shop_is_one_event_of_each_source_however_often_the_reader_is_killed(
+def test_every_shop_change_is_one_event_of_each_source_although_the_run_is_killed(
     project: Project,
 ) -> None:
-    moving, chance = Moving(), random.Random(5)
+    moving, rng = Moving(), random.Random(5)
     site = Site(moving)
     running: Running | None = None
     try:
@@ -103,38 +102,43 @@ def test_every_change_of_the_shop_is_one_event_of_each_source_however_often_the_
             "feed": 0,
             "sitemap": len(PRODUCTS),
             "api": len(PRODUCTS) - 1,
-        }  # the one without a number is in no list of goods
+        }  # the product without a number is not in the API
 
-        def told(changes: int) -> bool:
+        def all_reported(changes: int) -> bool:
             found = sources(project)
             return bool(found) and all(
                 found[name]["events"] == count + changes for name, count in first.items()
             )
 
-        wait_for(lambda: told(0), "the first look", 60, 0.2)
+        wait_for(lambda: all_reported(0), "the first poll", 60, 0.2)
         happened = kills = 0
         for stretch in moving.runs():
-            fatal = chance.randrange(len(stretch))
+            fatal = rng.randrange(len(stretch))
             for n, _ in enumerate(stretch):
                 moving.move()
                 happened += 1
                 if n == fatal:
                     time.sleep(
-                        chance.uniform(0.0, 0.4)
+                        rng.uniform(0.0, 0.4)
                     )  # somewhere between the change and its event, or after it
                     running.kill()
                     kills += 1
                     running = project.start("run", "shop.py")
-            if kills == 3:  # meanwhile, one of them serves what nobody should read
+            if kills == 3:  # serve a feed that must be refused
                 moving.answers["/feed.xml"] = reply(BOMB, "application/rss+xml")
                 wait_for(
                     lambda: "DTD" in (sources(project).get("feed", {}).get("error") or ""),
-                    "the feed's trouble",
+                    "the error of the feed",
                     60,
                     0.2,
                 )
                 moving.answers.clear()
-            wait_for(lambda n=happened: told(n), f"{happened} changes told by each source", 60, 0.2)
+            wait_for(
+                lambda n=happened: all_reported(n),
+                f"{happened} changes reported by each source",
+                60,
+                0.2,
+            )
         assert happened == CHANGES
         assert kills >= 5
         running.signal(15)

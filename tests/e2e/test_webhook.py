@@ -1,6 +1,4 @@
-"""Webhooks against real processes: what a 202 promises, what a full queue or a dead process costs,
-and that no bytes harm the server.
-"""
+"""Webhooks of real processes: durability of a 202, full queues, kills and invalid requests."""
 
 from __future__ import annotations
 
@@ -33,17 +31,17 @@ from penstock.intake.openapi import document
 def server(project: Project) -> Iterator[Server]:
     made = Server(project)
     yield made
-    said = made.running.said
-    assert "Traceback" not in said, said
+    output = made.running.output
+    assert "Traceback" not in output, output
     made.running.signal(signal.SIGTERM)
-    assert made.running.wait() == 0, made.running.said
+    assert made.running.wait() == 0, made.running.output
 
 
-# -- what a 202 promises ---------------------------------------------------------------------------
+# -- durability of a 202 ---------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_what_was_answered_with_202_is_in_the_books_however_soon_the_process_is_killed(
+def test_an_event_answered_with_202_is_in_the_ledger_after_an_immediate_kill(
     project: Project,
 ) -> None:
     server = Server(project, pipeline=SHOP + 'shop.source("webhook:shop", rate="unlimited")\n')
@@ -55,14 +53,14 @@ def test_what_was_answered_with_202_is_in_the_books_however_soon_the_process_is_
         connection = server.connect()
         try:
             for n in range(10_000):
-                answer = server.tell(
+                answer = server.post(
                     {"url": f"https://shop.example/p/{round_}-{sender}-{n}"}, connection=connection
                 )
                 assert answer.status == 202
                 ids += answer.json["ids"]
                 first.set()
         except (OSError, http.client.HTTPException):
-            pass  # it was killed
+            pass  # the server was killed
         finally:
             connection.close()
         return ids
@@ -90,17 +88,17 @@ def test_what_was_answered_with_202_is_in_the_books_however_soon_the_process_is_
     project.doctor()
 
 
-def test_a_hook_inside_run_has_its_pages_scraped_and_a_repeated_id_is_one_event(
+def test_a_webhook_inside_run_is_scraped_and_a_repeated_id_is_one_event(
     project: Project, site: Site
 ) -> None:
     server = Server(project, "run", "shop.py")
     urls = [site.serve(f"/p/{n}", product(n)) for n in range(5)]
-    first = server.tell([{"url": url, "n": i} for i, url in enumerate(urls)], webhook_id="batch-1")
-    again = server.tell([{"url": url, "n": i} for i, url in enumerate(urls)], webhook_id="batch-1")
+    first = server.post([{"url": url, "n": i} for i, url in enumerate(urls)], webhook_id="batch-1")
+    again = server.post([{"url": url, "n": i} for i, url in enumerate(urls)], webhook_id="batch-1")
     assert (first.status, first.json["accepted"], first.json["known"]) == (202, 5, 0)
     assert (again.status, again.json["accepted"], again.json["known"]) == (202, 0, 5)
     assert first.json["ids"] == again.json["ids"]
-    wait_for(lambda: project.written() == 5, f"rows: {server.running.said}")
+    wait_for(lambda: project.written() == 5, f"rows: {server.running.output}")
     sources = {
         source["name"]: source
         for source in json.loads(project.good("sources", "ls", "--pipeline", "shop.py", "--json"))[
@@ -109,65 +107,69 @@ def test_a_hook_inside_run_has_its_pages_scraped_and_a_repeated_id_is_one_event(
     }
     assert (sources["shop"]["events"], sources["shop"]["known"]) == (5, 5)
     server.running.signal(signal.SIGTERM)
-    assert server.running.wait() == 0, server.running.said
+    assert server.running.wait() == 0, server.running.output
     assert {event["source"] for event in project.events()} == {"shop"}
 
 
-def test_a_full_queue_is_a_503_that_accepts_nothing_and_the_senders_retry_loses_nothing(
+def test_a_full_queue_answers_503_and_accepts_all_events_when_the_sender_retries(
     project: Project, site: Site
 ) -> None:
     project.set(intake_max_pending="5")
     urls = [site.serve(f"/p/{n}", product(n)) for n in range(12)]
     server = Server(project)
-    assert server.tell(urls[:4], webhook_id="a").status == 202
-    partly = server.tell(urls[4:8], webhook_id="b")
+    assert server.post(urls[:4], webhook_id="a").status == 202
+    partly = server.post(urls[4:8], webhook_id="b")
     assert (partly.status, partly.json["error"]) == (503, "the queue is full")
     assert int(partly.headers["retry-after"]) >= 1
-    assert project.total()["accepted"] == 4, "all of a request or nothing"
-    assert server.tell(urls[:4], webhook_id="a").json["known"] == 4, "what is known needs no room"
-    assert server.tell([urls[4]], webhook_id="c").status == 202
-    assert server.tell([urls[5]], webhook_id="d").status == 503
+    assert project.total()["accepted"] == 4, "a request is accepted as a whole or not at all"
+    assert server.post(urls[:4], webhook_id="a").json["known"] == 4, (
+        "known events are accepted by a full queue"
+    )
+    assert server.post([urls[4]], webhook_id="c").status == 202
+    assert server.post([urls[5]], webhook_id="d").status == 503
     server.running.signal(signal.SIGTERM)
     assert server.running.wait() == 0
     server.command = ("run", "shop.py")
     server.start()
     for id_, part in [("a", urls[:4]), ("b", urls[4:8]), ("c", [urls[4]]), ("e", urls[8:])]:
         wait_for(
-            lambda id_=id_, part=part: server.tell(part, webhook_id=id_).status == 202,
-            f"{id_} is taken: {server.running.said}",
+            lambda id_=id_, part=part: server.post(part, webhook_id=id_).status == 202,
+            f"{id_} is accepted: {server.running.output}",
             every=0.1,
         )
-    wait_for(lambda: project.written() == 12, f"rows: {server.running.said}")
+    wait_for(lambda: project.written() == 12, f"rows: {server.running.output}")
     server.running.signal(signal.SIGTERM)
     assert server.running.wait() == 0
-    assert project.total()["accepted"] == 13  # one page was named twice, under two ids
+    assert project.total()["accepted"] == 13  # two events name the same page, under two ids
     assert Counter(e["status"] for e in project.events())["success"] >= 12
 
 
-def test_a_paused_hook_asks_its_senders_to_come_again(server: Server) -> None:
+def test_a_paused_webhook_answers_503_until_it_is_resumed(server: Server) -> None:
     server.project.good("sources", "pause", "shop", "--pipeline", "shop.py")
-    answer = server.tell({"url": "https://shop.example/p/1"})
+    answer = server.post({"url": "https://shop.example/p/1"})
     assert (answer.status, answer.json["error"]) == (503, "this hook is paused")
     assert server.project.total()["accepted"] == 0
     server.project.good("sources", "resume", "shop", "--pipeline", "shop.py")
-    assert server.tell({"url": "https://shop.example/p/1"}).status == 202
+    assert server.post({"url": "https://shop.example/p/1"}).status == 202
 
 
 @pytest.mark.slow
-def test_while_the_disk_takes_nothing_the_answer_is_a_503_and_afterwards_all_is_as_promised(
+def test_a_disk_without_writes_answers_503_and_the_retried_requests_are_accepted(
     server: Server,
 ) -> None:
-    assert server.tell({"url": "https://shop.example/p/0"}, webhook_id="0").status == 202
+    assert server.post({"url": "https://shop.example/p/0"}, webhook_id="0").status == 202
     _, hard = resource.prlimit(server.running.pid, resource.RLIMIT_FSIZE)
     resource.prlimit(server.running.pid, resource.RLIMIT_FSIZE, (4096, hard))
     answers = [
-        server.tell({"url": f"https://shop.example/p/{n}"}, webhook_id=str(n)) for n in range(1, 4)
+        server.post({"url": f"https://shop.example/p/{n}"}, webhook_id=str(n)) for n in range(1, 4)
     ]
     resource.prlimit(server.running.pid, resource.RLIMIT_FSIZE, (hard, hard))
     assert {answer.status for answer in answers} == {503}
     assert int(answers[0].headers["retry-after"]) >= 1
     again = [
-        wait_for(lambda n=n: _taken(server, n), f"{n} is taken: {server.running.said}", every=0.2)
+        wait_for(
+            lambda n=n: _taken(server, n), f"{n} is accepted: {server.running.output}", every=0.2
+        )
         for n in range(4)
     ]
     assert [answer.json["known"] for answer in again] == [1, 0, 0, 0]
@@ -175,23 +177,23 @@ def test_while_the_disk_takes_nothing_the_answer_is_a_503_and_afterwards_all_is_
 
 
 def _taken(server: Server, n: int) -> Answer | None:
-    answer = server.tell({"url": f"https://shop.example/p/{n}"}, webhook_id=str(n))
+    answer = server.post({"url": f"https://shop.example/p/{n}"}, webhook_id=str(n))
     return answer if answer.status == 202 else None
 
 
-# -- who listens -----------------------------------------------------------------------------------
+# -- the listening process -------------------------------------------------------------------------
 
 
-def test_of_two_processes_with_one_port_the_second_takes_over_when_the_first_is_killed(
+def test_the_second_of_two_processes_with_one_port_takes_over_after_a_kill(
     project: Project,
 ) -> None:
     server = Server(project)
     second = project.start("serve", "shop.py")
-    wait_for(lambda: "takes over when it ends" in second.said, f"it waits: {second.said}")
-    assert server.tell({"url": "https://shop.example/p/1"}).status == 202
+    wait_for(lambda: "takes over when it ends" in second.output, f"it waits: {second.output}")
+    assert server.post({"url": "https://shop.example/p/1"}).status == 202
     server.running.kill()
-    wait_for(lambda: "listening on" in second.said, f"it took over: {second.said}")
-    assert server.tell({"url": "https://shop.example/p/2"}).status == 202
+    wait_for(lambda: "listening on" in second.output, f"it took over: {second.output}")
+    assert server.post({"url": "https://shop.example/p/2"}).status == 202
     second.signal(signal.SIGTERM)
     assert second.wait() == 0
     assert project.total()["accepted"] == 2
@@ -213,18 +215,18 @@ def test_of_several_workers_one_listens_and_another_takes_over(project: Project)
     until = time.monotonic() + 60
     while accepted < 5 and time.monotonic() < until:
         try:
-            accepted += server.tell({"url": f"https://127.0.0.1:1/p/{accepted}"}).status == 202
+            accepted += server.post({"url": f"https://127.0.0.1:1/p/{accepted}"}).status == 202
         except OSError:
             time.sleep(0.05)
-    assert accepted == 5, server.running.said
+    assert accepted == 5, server.running.output
     assert listener() != first
     server.running.signal(signal.SIGTERM)
-    assert server.running.wait() == 0, server.running.said
+    assert server.running.wait() == 0, server.running.output
     assert project.total()["accepted"] == 5
 
 
 @pytest.mark.parametrize(
-    ("args", "code", "said"),
+    ("args", "code", "output"),
     [
         (("--host", "0.0.0.0"), 3, "the hook is unsigned, and others can reach serve.host 0.0.0.0"),
         (("--host", "::"), 3, "the hook is unsigned, and others can reach serve.host ::"),
@@ -235,8 +237,8 @@ def test_of_several_workers_one_listens_and_another_takes_over(project: Project)
         (("-o", "pipeline=twice.py"), 3, "two sources are served at /hooks/shop"),
     ],
 )
-def test_where_it_cannot_or_must_not_listen_is_said_before_it_does(
-    project: Project, args: tuple[str, ...], code: int, said: str
+def test_a_server_that_cannot_or_must_not_listen_is_an_error_with_a_next_step(
+    project: Project, args: tuple[str, ...], code: int, output: str
 ) -> None:
     project.write("shop.py", HOOKS)
     project.write("none.py", SHOP)
@@ -247,8 +249,8 @@ def test_where_it_cannot_or_must_not_listen_is_said_before_it_does(
         taken.listen()
         given_ = [arg.replace("TAKEN", str(taken.getsockname()[1])) for arg in args]
         done = project.penstock("serve", *given_, *([] if "-o" in args else ["shop.py"]))
-    assert done.code == code, done.said
-    assert said in done.err
+    assert done.code == code, done.output
+    assert output in done.err
     assert "Try:" in done.err
     assert SECRET not in done.err
 
@@ -261,8 +263,8 @@ def test_forged_stale_replayed_oversized_and_malformed_requests_make_no_event(
 ) -> None:
     body, now = b'{"url": "https://shop.example/p/1"}', int(time.time())
     good = sign(body, "m1", now)
-    assert server.tell(body, hook="signed", **good).json["accepted"] == 1
-    assert server.tell(body, hook="signed", **good).json == server.tell(
+    assert server.post(body, hook="signed", **good).json["accepted"] == 1
+    assert server.post(body, hook="signed", **good).json == server.post(
         body, hook="signed", **good
     ).json | {"known": 1, "accepted": 0}
     for forged in (
@@ -273,7 +275,7 @@ def test_forged_stale_replayed_oversized_and_malformed_requests_make_no_event(
         {**good, "webhook_id": "m2"},
         {**good, "webhook_signature": good["webhook_signature"] + "junk"},
     ):
-        answer = server.tell(body, hook="signed", **forged)
+        answer = server.post(body, hook="signed", **forged)
         assert (answer.status, answer.json["error"]) == (
             401,
             "the request has no valid signature or token",
@@ -288,37 +290,39 @@ def test_forged_stale_replayed_oversized_and_malformed_requests_make_no_event(
         (b'{"url": "javascript:alert(1)"}', 422),
         (b'[{"url": "https://shop.example/p/2"}, {"url": 5}]', 422),
     ]:
-        answer = server.tell(sent)
+        answer = server.post(sent)
         assert answer.status == status, answer.json
         assert answer.json["error"]
         assert answer.json["try"]
-    assert server.tell(b"{}", hook="nothing").status == 404
-    assert server.tell(b"{}", method="PUT").headers["allow"] == "POST"
-    assert server.tell(b"{}", content_type="text/plain").status == 415
+    assert server.post(b"{}", hook="nothing").status == 404
+    assert server.post(b"{}", method="PUT").headers["allow"] == "POST"
+    assert server.post(b"{}", content_type="text/plain").status == 415
     for host in ("evil.example", "[", "127.0.0.1:x", "\xff", "a b"):
-        assert server.tell(b'{"url": "https://shop.example/p/3"}', host=host).status == 403, host
+        assert server.post(b'{"url": "https://shop.example/p/3"}', host=host).status == 403, host
     assert (
-        server.tell(b'{"url": "https://shop.example/p/3"}', origin="https://evil.example").status
+        server.post(b'{"url": "https://shop.example/p/3"}', origin="https://evil.example").status
         == 403
     )
     assert server.project.total()["accepted"] == 1
 
 
-def test_more_requests_than_the_rate_are_told_when_to_come_again(project: Project) -> None:
+def test_requests_above_the_rate_limit_get_a_429_with_retry_after(project: Project) -> None:
     server = Server(project, pipeline=SHOP + 'shop.source("webhook:shop", rate="1/m", burst=2)\n')
-    answers = [server.tell({"url": f"https://shop.example/p/{n}"}) for n in range(4)]
+    answers = [server.post({"url": f"https://shop.example/p/{n}"}) for n in range(4)]
     assert [answer.status for answer in answers] == [202, 202, 429, 429]
     assert 1 <= int(answers[2].headers["retry-after"]) <= 60
     assert project.total()["accepted"] == 2
 
 
-def test_who_dawdles_is_sent_away_and_there_are_only_so_many(project: Project) -> None:
+def test_a_slow_client_gets_a_408_and_a_connection_over_the_limit_a_503(project: Project) -> None:
     project.set(serve_timeout="1s", serve_max_connections="3")
     server = Server(project)
     with socket.create_connection(("127.0.0.1", server.port), 60) as slow:
         slow.sendall(b"POST /hooks/shop HTTP/1.1\r\nHost: 127.0.0.1\r\n")
         assert slow.recv(4096).startswith(b"HTTP/1.1 408 ")
-        with contextlib.suppress(ConnectionResetError):  # what we sent came after it
+        with contextlib.suppress(
+            ConnectionResetError
+        ):  # the rest of the request arrived after the response
             assert slow.recv(4096) == b""
     with socket.create_connection(("127.0.0.1", server.port), 60) as slow:
         slow.sendall(
@@ -339,14 +343,16 @@ def test_who_dawdles_is_sent_away_and_there_are_only_so_many(project: Project) -
         s.close()
 
     def taken() -> bool:
-        with contextlib.suppress(OSError):  # sent away before it had said what it wanted
-            return server.tell({"url": "https://shop.example/p/1"}).status == 202
+        with contextlib.suppress(OSError):  # refused before the request was sent
+            return server.post({"url": "https://shop.example/p/1"}).status == 202
         return False
 
-    wait_for(taken, "there is room again")
+    wait_for(taken, "a connection is accepted again")
 
 
-def test_chunked_pipelined_and_expecting_requests_are_read_as_http_says(server: Server) -> None:
+def test_chunked_pipelined_and_expect_requests_are_handled_by_the_rules_of_http(
+    server: Server,
+) -> None:
     head = b"POST /hooks/shop HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
     body = b'{"url": "https://shop.example/p/1"}'
     chunked = (
@@ -376,7 +382,7 @@ def test_chunked_pipelined_and_expecting_requests_are_read_as_http_says(server: 
 
 
 @pytest.mark.slow
-def test_whatever_the_schema_allows_and_much_that_it_does_not_never_ends_in_a_5xx(
+def test_requests_inside_and_outside_the_schema_never_get_a_5xx(
     server: Server,
 ) -> None:
     described = document()
@@ -413,8 +419,8 @@ def test_whatever_the_schema_allows_and_much_that_it_does_not_never_ends_in_a_5x
 
 
 @pytest.mark.slow
-def test_no_bytes_at_all_harm_the_server(server: Server) -> None:
-    """Requests, requests that are nearly none, and noise."""
+def test_random_bytes_cause_no_5xx_and_the_server_continues(server: Server) -> None:
+    """Send requests, broken requests and random bytes."""
     pieces = st.one_of(
         st.binary(max_size=60),
         st.sampled_from([
@@ -440,10 +446,10 @@ def test_no_bytes_at_all_harm_the_server(server: Server) -> None:
         assert b"HTTP/1.1 5" not in got
 
     fuzz()
-    assert server.tell({"url": "https://shop.example/p/1"}).status == 202
+    assert server.post({"url": "https://shop.example/p/1"}).status == 202
 
 
-def test_health_and_schema_are_served_and_nothing_else(server: Server) -> None:
+def test_only_health_and_schema_are_served_to_get_requests(server: Server) -> None:
     for path, status in [
         ("/healthz", 200),
         ("/openapi.json", 200),
@@ -461,14 +467,14 @@ def test_health_and_schema_are_served_and_nothing_else(server: Server) -> None:
         assert "server" not in answer.headers
 
 
-def test_a_request_under_way_is_answered_before_the_process_ends(project: Project) -> None:
+def test_a_request_in_progress_is_answered_before_the_process_exits(project: Project) -> None:
     server = Server(project)
     head = b"POST /hooks/shop HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 35\r\nExpect: 100-continue\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.port), 60) as s:
         s.sendall(head)
         assert s.recv(4096) == b"HTTP/1.1 100 Continue\r\n\r\n"
         server.running.signal(signal.SIGTERM)
-        wait_for(lambda: "draining" in server.running.said, "it was told")
+        wait_for(lambda: "draining" in server.running.output, "the server is draining")
         s.sendall(b'{"url": "https://shop.example/p/1"}')
         assert s.recv(4096).startswith(b"HTTP/1.1 202 ")
     assert server.running.wait() == 0

@@ -1,5 +1,6 @@
-"""Webhooks on two machines whose books lie in one PostgreSQL: an id is known on both, and a server
-that dies costs no promise.
+"""Webhooks on two machines that share a ledger in PostgreSQL.
+
+An id is known on both machines, and a killed server loses no event that was answered with 202.
 """
 
 from __future__ import annotations
@@ -36,43 +37,45 @@ def machines(
         db.execute(f"DROP SCHEMA IF EXISTS {namespace} CASCADE")
 
 
-def test_an_id_told_to_both_machines_at_once_is_one_event(machines: list[Server]) -> None:
-    def tell(n: int) -> tuple[int, int]:
-        answer = machines[n % 2].tell(
+def test_an_id_posted_to_both_machines_at_the_same_time_is_one_event(
+    machines: list[Server],
+) -> None:
+    def post(n: int) -> tuple[int, int]:
+        answer = machines[n % 2].post(
             {"url": f"https://shop.example/p/{n // 2}"}, webhook_id=str(n // 2)
         )
         assert answer.status == 202, answer.json
         return answer.json["accepted"], answer.json["known"]
 
     with ThreadPoolExecutor(16) as pool:
-        answers = list(pool.map(tell, range(400)))
+        answers = list(pool.map(post, range(400)))
     assert sum(new for new, _ in answers) == sum(known for _, known in answers) == 200
     assert machines[0].project.total()["accepted"] == 200
 
 
-def test_while_the_server_is_away_nothing_is_promised_and_what_was_promised_is_there(
+def test_a_killed_database_server_means_503_and_every_event_answered_202_is_kept(
     machines: list[Server], server: Callable[[str], Handle]
 ) -> None:
     handle = server("postgres")
     promised: set[str] = set()
 
-    def tell(n: int) -> int:
+    def post(n: int) -> int:
         try:
-            answer = machines[n % 2].tell({"url": f"https://shop.example/p/{n}"}, webhook_id=str(n))
+            answer = machines[n % 2].post({"url": f"https://shop.example/p/{n}"}, webhook_id=str(n))
         except (OSError, http.client.HTTPException):
-            pytest.fail("the hook itself must stay there")
+            pytest.fail("the webhook must stay reachable")
         assert answer.status in (202, 503), answer.json
         if answer.status == 202:
             promised.update(answer.json["ids"])
         return answer.status
 
     with ThreadPoolExecutor(8) as pool:
-        before = list(pool.map(tell, range(100)))
+        before = list(pool.map(post, range(100)))
         handle.kill()
-        during = list(pool.map(tell, range(100, 120)))
+        during = list(pool.map(post, range(100, 120)))
         handle.start()
-        wait_for(lambda: tell(1000) == tell(1001) == 202, "both machines take again", 60, 0.2)
-        after = list(pool.map(tell, range(120)))
+        wait_for(lambda: post(1000) == post(1001) == 202, "both machines accept again", 60, 0.2)
+        after = list(pool.map(post, range(120)))
     assert set(before) == set(after) == {202}
     assert set(during) == {503}
     assert promised == {event["event_id"] for event in machines[0].project.events()}

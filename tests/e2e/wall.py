@@ -1,16 +1,13 @@
-"""Two network namespaces for tests: `home`, where the product runs, and `world`, where every
-address there is answers. No test lives here.
+"""Two network namespaces for tests: `home` runs Penstock, and in `world` every address responds.
 
-    home ── veth ── world      198.41.0.4 and a few more are honest sites; everything else is a
-    canary
-     └ lo: canaries too
+    home ── veth ── world      a few addresses are normal sites, all others are canaries
+     └ lo: canaries as well
 
-Nothing of it is visible outside, and it is gone with the process that holds it (this file, run as a
-script). What happens is noted in `notes.jsonl`: each connection accepted, each name asked for, each
-thing a proxy was asked for, and each first packet that left home, loopback included. The packets
-are the proof: they show what was dialled by whom ever, libraries included, whether or not somebody
-listened. strace would not do: getaddrinfo connects UDP sockets to the addresses it sorts, and
-nothing is sent.
+The namespaces are private, and end with the process that holds them (this file, run as a script).
+`notes.jsonl` records every accepted connection, every name lookup, every proxy request and every
+first packet that left home, including loopback. The packets are the proof: they show every address
+that any code dialled, libraries included, even if no server listened. strace is not enough:
+getaddrinfo connects UDP sockets to the addresses that it sorts, without sending a packet.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ GOOD4, GOOD6, PROXY = "198.41.0.4", "2001:503:ba3e::2:30", "199.7.83.42"
 HTTP_PORTS = (22, 25, 80, 443, 2375, 5432, 6379, 8000, 8080, 8443, 9200, 11211)
 HTTP_PROXY, SOCKS_PROXY = 3128, 1080
 PORTS = (*HTTP_PORTS, HTTP_PROXY, SOCKS_PROXY)
-MARKER = 9  # UDP: everything that left before it has been noted
+MARKER = 9  # UDP port. When this packet is recorded, all earlier packets are recorded too.
 TOOLS = {"ip": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "mount": "util-linux"}
 _TCP, _UDP = 6, 17
 
@@ -48,12 +45,14 @@ class Sent(NamedTuple):
 
 
 class Unavailable(Exception):
-    """This machine gives us no namespaces."""
+    """This machine does not provide network namespaces."""
 
 
 class Wall:
-    """Both namespaces, for as long as it is open. `zone` (what the name server says) and
-    `redirects` (where /to/<n> leads) may change on the way.
+    """Both namespaces, until `close`.
+
+    The test may change `zone` (the name server's records) and `redirects` (the target of /to/<n>)
+    at any time.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -74,54 +73,56 @@ class Wall:
             raise Unavailable(self._holder.stderr.read()[-2000:])
 
     def command(self, directory: Path, *args: str) -> list[str]:
-        """`args`, run at home."""
+        """Return the command line that runs `args` in the `home` namespace."""
         own = [] if os.getuid() == 0 else ["--user", "--preserve-credentials"]
         inside = ["nsenter", "--target", str(self._holder.pid), *own, "--net", "--mount"]
         return [*inside, "sh", "-c", 'cd "$1" && shift && exec "$@"', "sh", str(directory), *args]
 
     def zone(self, names: dict[str, list[dict[str, list[str]]]]) -> None:
-        """Name → what it answers at the first question, the second …; the last stays."""
+        """Set name → the records of the first lookup, the second, … The last one repeats."""
         _replace(self.dir / "zone.json", names)
 
     def redirects(self, targets: list[str]) -> None:
         _replace(self.dir / "redirects.json", targets)
 
-    def noted(self) -> list[dict[str, Any]]:
-        """Everything since the last look, complete."""
+    def read_notes(self) -> list[dict[str, Any]]:
+        """Return all notes since the previous call."""
         probe = f"import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'', ({DNS!r}, {MARKER}))"
         subprocess.run(self.command(self.dir, sys.executable, "-c", probe), check=True, timeout=120)
         until = time.monotonic() + 60
         while time.monotonic() < until:
-            lines = (
-                (self.dir / "notes.jsonl").read_bytes().split(b"\n")[self._from : -1]
-            )  # the last one is empty, or not whole yet
+            # The last line is empty or incomplete.
+            lines = (self.dir / "notes.jsonl").read_bytes().split(b"\n")[self._from : -1]
             notes = [json.loads(line) for line in lines]
             at = next((i for i, n in enumerate(notes) if n.get("port") == MARKER), None)
             if at is not None:
-                assert not notes[at]["lost"], "packets were lost before they were noted"
+                assert not notes[at]["lost"], "packets were lost before they were recorded"
                 self._from += len(notes)
                 return notes[:at] + notes[at + 1 :]
             time.sleep(0.02)
-        raise AssertionError("the sniffer is silent")
+        raise AssertionError("the sniffer recorded no marker packet")
 
     def close(self) -> None:
         self._holder.communicate(timeout=60)
 
 
 def install() -> None:
-    """What the namespaces are made with. Raises Unavailable."""
+    """Install the tools that create the namespaces. Raise Unavailable if that is impossible."""
     if sys.platform != "linux":
-        raise Unavailable("network namespaces are Linux's")
+        raise Unavailable("network namespaces exist only on Linux")
     missing = sorted({package for tool, package in TOOLS.items() if shutil.which(tool) is None})
     if not missing:
         return
     if os.getuid() != 0 or shutil.which("apt-get") is None:
         raise Unavailable(f"missing: {' '.join(missing)} (apt install {' '.join(missing)})")
-    from tools.services.state import cache_directory, locked  # not there for the script
+    from tools.services.state import (
+        cache_directory,
+        locked,
+    )  # not importable when this file runs as a script
 
     print(f"installing {' '.join(missing)} with apt, for network namespaces", file=sys.stderr)
     env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    with locked(cache_directory() / "apt.lock"):  # the one of tools/services: one apt at a time
+    with locked(cache_directory() / "apt.lock"):  # the lock of tools/services: one apt at a time
         for args in (["update", "-qq"], ["install", "-y", "-qq", *missing]):
             done = subprocess.run(
                 ["apt-get", *args], env=env, capture_output=True, text=True, check=False
@@ -135,7 +136,7 @@ def sent(notes: list[dict[str, Any]]) -> set[Sent]:
 
 
 def contacts(notes: list[dict[str, Any]]) -> set[tuple[str, int]]:
-    """(address, port) of every connection that somebody at home made."""
+    """Return (address, port) of every connection from home that a server accepted."""
     return {(n["at"], n["port"]) for n in notes if "at" in n}
 
 
@@ -178,7 +179,7 @@ def _home(directory: Path) -> None:
     )
     assert world.stdin is not None
     assert world.stdout is not None
-    world.stdout.readline()  # its namespace is there
+    world.stdout.readline()  # the namespace exists
     _sh("ip link add out type veth peer name in")
     _sh(f"ip link set in netns {world.pid}")
     for line in (
@@ -189,11 +190,11 @@ def _home(directory: Path) -> None:
         _sh(f"ip {line}")
     world.stdin.write("go\n")
     world.stdin.flush()
-    if not world.stdout.readline():  # it listens
-        sys.exit("the world did not begin")
+    if not world.stdout.readline():  # the servers listen
+        sys.exit("the world namespace did not start")
     _sh(f"ip route add default via {DNS}")
     _sh(f"ip -6 route add default via {GATEWAY6}")
-    threading.Thread(target=_sniff, args=(notes, _ear()), daemon=True).start()
+    threading.Thread(target=_sniff, args=(notes, _open_sniffer()), daemon=True).start()
     asyncio.run(_until_closed(_listen(notes, directory)))
     world.stdin.close()
     world.wait()
@@ -204,7 +205,7 @@ def _world(directory: Path) -> None:
     sys.stdin.readline()
     for line in (
         "link set lo up", f"addr add {DNS}/24 dev in", f"addr add {GATEWAY6}/64 dev in nodad", "link set in up",
-        # every address is ours
+        # every address is local
         "route add local default dev lo table main", "-6 route add local default dev lo table main",
     ):  # fmt: skip
         _sh(f"ip {line}")
@@ -233,18 +234,18 @@ async def _listen(notes: _Notes, directory: Path) -> None:
             await asyncio.start_server(_Site(notes, directory, port).serve, sock=s.dup())
 
 
-def _ear() -> socket.socket:
-    """From now on every packet is heard."""
+def _open_sniffer() -> socket.socket:
+    """Open a socket that receives every packet from now on."""
     s = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(0x0003))  # all protocols
     try:
         s.setsockopt(socket.SOL_SOCKET, 33, 32 << 20)  # SO_RCVBUFFORCE
-    except PermissionError:  # only the machine's own root may; what is lost is counted
+    except PermissionError:  # needs root of the machine. Lost packets are counted.
         s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 32 << 20)
     return s
 
 
 def _sniff(notes: _Notes, s: socket.socket) -> None:
-    """Packets as they leave home, whatever made them."""
+    """Record the packets that leave home."""
     while True:
         packet, (_, _, direction, *_) = s.recvfrom(65536)
         if direction != 4 or not packet:  # PACKET_OUTGOING
@@ -256,7 +257,7 @@ def _sniff(notes: _Notes, s: socket.socket) -> None:
         else:
             continue  # ARP
         address = ipaddress.ip_address(to)
-        if protocol in (0, 1, 58):  # neighbours, groups and "port unreachable": the kernel's own
+        if protocol in (0, 1, 58):  # sent by the kernel: neighbours, groups, "port unreachable"
             continue
         if protocol == _TCP and rest[13] & 0x12 != 0x02:  # not a SYN alone
             continue
@@ -303,7 +304,7 @@ class _NameServer(asyncio.DatagramProtocol):
                     _record(owner, kind, ipaddress.ip_address(a).packed)
                     for a in step.get("A" if kind == 1 else "AAAA", [])
                 ]
-        flags = b"\x81\x80" if steps else b"\x81\x83"  # else: no such name
+        flags = b"\x81\x80" if steps else b"\x81\x83"  # otherwise NXDOMAIN
         self.transport.sendto(
             data[:2]
             + flags
@@ -321,7 +322,7 @@ def _name(text: str) -> bytes:
 
 
 def _record(owner: bytes, kind: int, value: bytes) -> bytes:
-    """It is good for no time at all, as an attacker's would be."""
+    """Return a record with a TTL of 0, as an attacker would send."""
     return (
         owner
         + kind.to_bytes(2, "big")
@@ -333,7 +334,7 @@ def _record(owner: bytes, kind: int, value: bytes) -> bytes:
 
 
 INWARD = "http://169.254.169.254/latest/meta-data/"
-# All that a client may be tempted to fetch by itself.
+# Everything that a client could fetch without being asked to.
 GOOD_PAGE = f"""<!doctype html><html><head><title>good</title><base href="/p/"><link rel="stylesheet preload" href="{INWARD}style.css">
 <meta http-equiv="refresh" content="0; url={INWARD}"><script src="{INWARD}s.js"></script></head>
 <body><main data-sku="GOOD"><h1>good</h1><p class="price">1</p><img src="{INWARD}i.png"><iframe src="{INWARD}"></iframe>
@@ -354,15 +355,16 @@ CANARY_PAGE = '<!doctype html><main data-sku="CANARY"><h1>this was never to be s
 
 
 class _Site:
-    """One port, at every address of its namespace."""
+    """A server on one port, at every address of the namespace."""
 
     def __init__(self, notes: _Notes, directory: Path, port: int) -> None:
         self.notes, self.dir, self.port = notes, directory, port
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # Normalized: every address has one spelling.
         here = str(
             ipaddress.ip_address(writer.get_extra_info("sockname")[0].removeprefix("::ffff:"))
-        )  # one spelling
+        )
         self.notes.add(at=here, port=self.port)
         try:
             if here == PROXY and self.port == SOCKS_PROXY:
@@ -411,18 +413,18 @@ class _Site:
         host, _, port = (
             place.rpartition(":") if place.rpartition(":")[2].isdigit() else (place, "", "80")
         )
-        there = await asyncio.open_connection(host.strip("[]"), int(port))
+        upstream = await asyncio.open_connection(host.strip("[]"), int(port))
         if method == "CONNECT":
             writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
         else:
-            there[1].write(
+            upstream[1].write(
                 head.replace(
                     target.encode(),
                     b"/" + target.removeprefix("http://").partition("/")[2].encode(),
                     1,
                 )
             )
-        await _join(reader, writer, *there)
+        await _join(reader, writer, *upstream)
 
     async def _socks(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readexactly((await reader.readexactly(2))[1])
@@ -433,9 +435,9 @@ class _Site:
         host = raw.decode() if kind == 3 else str(ipaddress.ip_address(raw))
         port = int.from_bytes(await reader.readexactly(2), "big")
         self.notes.add(proxied=f"SOCKS {host}:{port}")
-        there = await asyncio.open_connection(host, port)
+        upstream = await asyncio.open_connection(host, port)
         writer.write(b"\x05\x00\x00\x01\x00\x00\x00\x00\x00\x00")
-        await _join(reader, writer, *there)
+        await _join(reader, writer, *upstream)
 
 
 async def _join(

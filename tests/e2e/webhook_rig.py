@@ -1,6 +1,4 @@
-"""A pipeline's webhooks served by a real process, and a sender that talks to it, over HTTP or in
-raw bytes.
-"""
+"""A process that serves webhooks, and a sender of HTTP requests and raw bytes."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ class Answer:
 
 
 class Server:
-    """`penstock serve` (or `run`) with its port."""
+    """A `penstock serve` (or `run`) process and its port."""
 
     def __init__(self, project: Project, *command: str, pipeline: str = HOOKS) -> None:
         self.project, self.port = project, free_port()
@@ -44,13 +42,16 @@ class Server:
 
     def start(self) -> None:
         self.running = self.project.start(*self.command)
-        wait_for(lambda: self.running.ended or "listening on" in self.running.said, "it listens")
-        assert not self.running.ended, self.running.said
+        wait_for(
+            lambda: self.running.ended or "listening on" in self.running.output,
+            "the server listens",
+        )
+        assert not self.running.ended, self.running.output
 
     def connect(self, timeout: float = 60) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
 
-    def tell(
+    def post(
         self,
         body: Any,
         *,
@@ -62,9 +63,8 @@ class Server:
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         used = connection or self.connect()
         try:
-            with contextlib.suppress(
-                BrokenPipeError, ConnectionResetError
-            ):  # answered and closed before all was sent: the answer is there to be read
+            # The server may respond and close before everything is sent. The response is readable.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 used.request(
                     method,
                     f"/hooks/{hook}",
@@ -77,12 +77,13 @@ class Server:
                 used.close()
 
     def raw(self, sent: bytes, *, end: bool = False) -> bytes:
-        """Everything that comes back until the other side closes. `end`: it is told that nothing
-        more will come.
+        """Send bytes. Return everything that the server sends until it closes.
+
+        `end` closes the sending side after the bytes.
         """
         with socket.create_connection(("127.0.0.1", self.port), 60) as s:
             got = b""
-            with contextlib.suppress(ConnectionError):  # answered and closed before all was sent
+            with contextlib.suppress(ConnectionError):  # the server responded and closed early
                 s.sendall(sent)
                 if end:
                     s.shutdown(socket.SHUT_WR)

@@ -420,7 +420,7 @@ async def test_a_wal_that_two_processes_write_continuously_is_restarted(
     code = (
         "import asyncio, sys\n"
         "from penstock.stores import sqlite as store\n"
-        "store.CHECKPOINT_FRAMES = store.SOON_AGAIN = 200\n"
+        "store.CHECKPOINT_FRAMES = store.CHECKPOINT_RETRY_FRAMES = 200\n"
         "async def main():\n"
         "    db = store.Database(sys.argv[1])\n"
         "    for _ in range(300):\n"

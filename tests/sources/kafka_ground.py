@@ -1,6 +1,4 @@
-"""What the tests of the Kafka source and sink stand on: topics of their own on a real server, and a
-producer.
-"""
+"""Topics on a real Kafka server, and a producer, for tests of the Kafka source and sink."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ _api: Any = admin
 
 
 class Ground:
-    """One server; topics made here are removed by `sweep`."""
+    """A Kafka server. `sweep` deletes the topics that were created here."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -55,11 +53,11 @@ class Ground:
         self._made = [name for name in self._made if name not in names]
 
     def ends(self, topic: str) -> dict[TopicPartition, Any]:
-        """What to ask for the end of a topic of one partition."""
+        """Return the `list_offsets` request for the end of a topic with one partition."""
         return {TopicPartition(topic, 0): _api.OffsetSpec.latest()}
 
     def mine(self, name: str) -> None:
-        """Made by somebody else, and removed with ours."""
+        """Let `sweep` delete a topic that other code creates."""
         self._made.append(name)
 
     def sweep(self) -> None:
@@ -69,7 +67,7 @@ class Ground:
     def write(
         self, topic: str, values: Iterable[Any], *, partition: int | None = None, **more: Any
     ) -> None:
-        """Bytes as they are, None as a tombstone, all else as JSON."""
+        """Write values: bytes unchanged, None as a tombstone, other values as JSON."""
         for value in values:
             raw = value if value is None or isinstance(value, bytes) else msgspec.json.encode(value)
             self.queue(
@@ -110,7 +108,7 @@ def context() -> SourceContext:
 async def until_idle(
     source: KafkaSource, cursor: bytes | None = None, *, batches: list[Batch] | None = None
 ) -> tuple[list[Finding], bytes | None]:
-    """Everything that is there, each batch accepted, and where the cursor stands then."""
+    """Accept batches until the source is idle. Return the findings and the last cursor."""
     found: list[Finding] = []
     rounds = source.read(cursor)
     try:
@@ -123,7 +121,7 @@ async def until_idle(
                 return found, cursor
     finally:
         await rounds.aclose()
-    raise AssertionError("a topic has no end")
+    raise AssertionError("the source ended before it was idle")
 
 
 def numbers(findings: Sequence[Finding]) -> list[int]:

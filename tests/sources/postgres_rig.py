@@ -1,4 +1,4 @@
-"""A database of its own for each test, a source over one of its tables, and what reading it brings."""
+"""A new database for each test, a source over one of its tables, and its findings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TABLE = "CREATE TABLE scrape_requests(id bigserial PRIMARY KEY, url text NOT NUL
 
 
 class Rig:
-    """`accept` is what the ledger would do: ids once, and the cursor with them."""
+    """A database and a source. `accept` records ids and the cursor together, as the ledger does."""
 
     def __init__(self, url: str, directory: Path, kind: str) -> None:
         self.server, self.directory, self.kind = url, directory, kind
@@ -40,7 +40,7 @@ class Rig:
         self.run(TABLE)
 
     def reconnect(self) -> None:
-        """After the server was away."""
+        """Connect again after a restart of the server."""
         self.admin.close()
         self.db.close()
         self.admin, self.db = (
@@ -72,7 +72,7 @@ class Rig:
 
     @contextlib.asynccontextmanager
     async def reading(self, **options: Any) -> Any:
-        """The batches from where the cursor is, with the slot made and read when the block begins."""
+        """Yield the batches of the source, starting at the cursor."""
         batches = self.source(**options).read(self.cursor)
         try:
             yield batches
@@ -89,8 +89,9 @@ class Rig:
     async def until(
         self, batches: AsyncGenerator[Batch, None], holds: Callable[[], object]
     ) -> Batch:
-        """Accepts until it holds; the generator is then at a yield whose batch was accepted, and
-        not resumed.
+        """Accept batches until `holds()` is true. Return the last accepted batch.
+
+        The generator is not resumed after that batch.
         """
         async for batch in batches:
             self.accept(batch)
@@ -99,7 +100,7 @@ class Rig:
         raise AssertionError("the source ended")
 
     async def ready(self, batches: AsyncGenerator[Batch, None]) -> None:
-        """What changes from now on will be seen."""
+        """Read until there is a cursor. All later changes will be read."""
         await self.until(batches, lambda: self.cursor is not None)
 
     async def idle(self, batches: AsyncGenerator[Batch, None]) -> None:
@@ -124,7 +125,7 @@ class Rig:
         return found[0][0] if found else None
 
     def when(self, holds: Callable[[], object], what: str) -> None:
-        """For what the server or the reader's own thread does in its own time."""
+        """Wait until `holds()` is true, for changes made by the server or the reader's thread."""
         for _ in range(600):
             if holds():
                 return
@@ -139,7 +140,7 @@ class Rig:
             "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots WHERE database=%s AND active",
             (self.database,),
         )
-        for _ in range(1200):  # a reader's end is noticed when the server comes to it
+        for _ in range(1200):  # the server notices late that a reader has ended
             with contextlib.suppress(psycopg.errors.ObjectInUse):
                 self.admin.execute(
                     "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE database=%s",
@@ -167,4 +168,4 @@ async def refused(batches: AsyncGenerator[Batch, None]) -> SourceDown:
             pass
     except SourceDown as e:
         return e
-    raise AssertionError("the source ended without a word")
+    raise AssertionError("the source ended without an error")

@@ -1,6 +1,4 @@
-"""What the tests of seed lists and Redis lists share: a source as a pipeline declares it, read as
-the reader does. No assertions.
-"""
+"""Sources declared in a pipeline and read like the reader does, for seed and Redis lists."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from penstock.sources.base import SourceContext, Web
 
 
 class Skipping:
-    """A clock that nobody waits for: sleeping sets it on."""
+    """A clock whose `sleep` returns immediately and advances the time."""
 
     def __init__(self, now: float) -> None:
         self._now = now
@@ -28,9 +26,9 @@ class Skipping:
         self._now += seconds
 
 
-def spec_of(url: str, **said: Any) -> SourceSpec:
+def spec_of(url: str, **options: Any) -> SourceSpec:
     pipeline = Pipeline("shop")
-    pipeline.source(url, **said)
+    pipeline.source(url, **options)
     return pipeline.sources[0]
 
 
@@ -41,17 +39,17 @@ def context(base: Path, clock: Clock) -> SourceContext:
 
 
 async def read(
-    source: Source, cursor: bytes | None = None, *, most: int = 10**9
+    source: Source, cursor: bytes | None = None, *, max_batches: int = 10**9
 ) -> tuple[list[Finding], bytes | None]:
-    """One round, or as many accepted batches with findings of it, and the position behind them."""
+    """Read one round, or `max_batches` batches with findings. Return findings and cursor."""
     batches = source.read(cursor)
     found: list[Finding] = []
     try:
         async for batch in batches:
             found += batch.findings
             cursor = batch.cursor or cursor
-            most -= bool(batch.findings)
-            if most <= 0:
+            max_batches -= bool(batch.findings)
+            if max_batches <= 0:
                 break
     finally:
         await batches.aclose()

@@ -1,5 +1,6 @@
-"""APIs page by page: each new or changed item is told once, whatever way leads to the next page;
-secrets stay at home; what is no page is said.
+"""API sources: each new or changed item is one finding, with every kind of pagination.
+
+Secrets are sent only to the endpoint, and an invalid result page is an error.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.sources.web_rig import looking, run
+from tests.sources.web_rig import polled_source, run
 
 from penstock.authoring.pipeline import Pipeline
 from penstock.errors import ConfigError, SourceDown
@@ -64,12 +65,14 @@ def test_items_are_found_by_expression(body: str, kind: str | None, more: dict[s
         ('id,url\n"1","/p/1"', "application/octet-stream", {}), ("id|url\n1|/p/1\n", "text/csv", {"delimiter": "|"}),
     ],
 )  # fmt: skip
-def test_csv_gives_a_row_by_its_header(body: str, kind: str | None, more: dict[str, Any]) -> None:
+def test_a_csv_row_becomes_an_item_with_the_columns_of_the_header(
+    body: str, kind: str | None, more: dict[str, Any]
+) -> None:
     (item,) = shape(**more).page(body.encode(), kind).items
     assert (item.key, item.payload) == ("1", {"id": "1", "url": "/p/1"})
 
 
-def test_what_is_ignored_and_the_order_of_fields_are_no_change() -> None:
+def test_ignored_fields_and_the_order_of_fields_do_not_change_the_hash() -> None:
     made = shape(ignore=["views", "meta.at", "offers.seen"])
     one = made.page(
         b'[{"id":1,"views":1,"meta":{"at":1,"x":1},"offers":[{"seen":1,"p":2}]}]', None
@@ -80,7 +83,7 @@ def test_what_is_ignored_and_the_order_of_fields_are_no_change() -> None:
     assert one.hash == two.hash != made.page(b'[{"id":1,"meta":{"x":2}}]', None).items[0].hash
 
 
-def test_a_key_may_be_anything_but_nothing() -> None:
+def test_an_item_key_may_have_any_type_but_must_not_be_empty() -> None:
     keys = [i.key for i in shape(key="[a, b]").page(b'[{"a":1,"b":"x"}]', None).items]
     assert keys == ['[1,"x"]']
     assert shape(key="a.b").page(b'[{"a":{}}]', None).items[0].refused == "its key is empty"
@@ -100,15 +103,15 @@ NO_PAGE = {
 
 
 @pytest.mark.parametrize(("body", "reason"), NO_PAGE.values(), ids=NO_PAGE)
-def test_what_is_no_page_is_refused_with_its_reason(body: bytes, reason: str) -> None:
+def test_an_invalid_result_page_is_refused_with_its_reason(body: bytes, reason: str) -> None:
     with pytest.raises(ApiError, match=reason):
         shape(format="json").page(body, None)
 
 
-def test_a_page_without_a_list_says_where_one_is() -> None:
-    with pytest.raises(ApiError) as said:
+def test_the_error_for_a_page_without_a_list_names_the_field_with_a_list() -> None:
+    with pytest.raises(ApiError) as caught:
         shape().page(b'{"products": [], "n": 1}', None)
-    assert said.value.hint == 'items = "products", a JMESPath expression'
+    assert caught.value.hint == 'items = "products", a JMESPath expression'
 
 
 @given(
@@ -136,7 +139,9 @@ def test_any_bytes_are_a_page_or_an_api_error(
         ('<a>; rel="prev", <b>; rel="x next"', "b"), ('<a>; rel="nextish"', None), ("", None), ("<" * 70_000, None), ('<a' + '; x="' * 9000, None),
     ],
 )  # fmt: skip
-def test_the_link_header_is_read_as_its_rfc_says(header: str, expected: str | None) -> None:
+def test_the_next_link_is_read_from_the_link_header_by_rfc_8288(
+    header: str, expected: str | None
+) -> None:
     assert next_link({"link": header}) == expected
 
 
@@ -144,7 +149,7 @@ def test_the_link_header_is_read_as_its_rfc_says(header: str, expected: str | No
 
 
 class Shop:
-    """Products in pages of two, by whatever way a client asks."""
+    """An API with result pages of two products, for every kind of pagination."""
 
     def __init__(self, count: int) -> None:
         self.items = [{"sku": f"s{n}", "link": f"/p/{n}", "price": n} for n in range(count)]
@@ -180,14 +185,12 @@ ITEMS = {"items": "items", "key": "sku", "map": {"url": "link"}}
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_every_way_to_the_next_page_reads_all_of_them_once(
-    way: dict[str, Any], tmp_path: Path
-) -> None:
+def test_every_kind_of_pagination_reads_all_items_once(way: dict[str, Any], tmp_path: Path) -> None:
     async def work() -> None:
         shop = Shop(7)
         async with (
             Web(shop) as web,
-            looking(web, "api+http://{}/api?lang=en", tmp_path, **ITEMS, **way) as it,
+            polled_source(web, "api+http://{}/api?lang=en", tmp_path, **ITEMS, **way) as it,
         ):
             first = await it.round()
             assert [f.cause for f in first] == [f"s{n}" for n in range(7)]
@@ -197,7 +200,7 @@ def test_every_way_to_the_next_page_reads_all_of_them_once(
             shop.items[3] = {**shop.items[3], "price": 99}
             shop.items.append({"sku": "s7", "link": "/p/7", "price": 7})
             assert [f.cause for f in await it.round()] == ["s3", "s7"]
-            shop.items[3] = {**shop.items[3], "price": 3}  # back to what it was
+            shop.items[3] = {**shop.items[3], "price": 3}  # the previous content again
             (back,) = await it.round()
             assert back.id not in {f.id for f in first}
             assert it.source.describe(it.cursor) == "8 items known"
@@ -205,12 +208,15 @@ def test_every_way_to_the_next_page_reads_all_of_them_once(
     run(work())
 
 
-def test_one_page_with_an_etag_is_not_sent_twice_and_ids_come_from_key_and_content(
+def test_a_page_with_an_etag_is_revalidated_and_ids_come_from_key_and_content(
     tmp_path: Path,
 ) -> None:
     async def work() -> None:
         shop = Shop(2)
-        async with Web(shop) as web, looking(web, "api+http://{}/api", tmp_path, **ITEMS) as it:
+        async with (
+            Web(shop) as web,
+            polled_source(web, "api+http://{}/api", tmp_path, **ITEMS) as it,
+        ):
             first = await it.round()
             made = shape(items="items", key="sku").page(
                 json.dumps({"items": shop.items}).encode(), None
@@ -224,20 +230,23 @@ def test_one_page_with_an_etag_is_not_sent_twice_and_ids_come_from_key_and_conte
     run(work())
 
 
-def test_a_look_that_was_cut_off_is_repeated_with_the_same_ids(tmp_path: Path) -> None:
+def test_an_interrupted_poll_is_repeated_with_the_same_ids(tmp_path: Path) -> None:
     async def work() -> None:
         shop = Shop(9)
-        async with Web(shop) as web, looking(web, "api+http://{}/api", tmp_path, **ITEMS) as it:
+        async with (
+            Web(shop) as web,
+            polled_source(web, "api+http://{}/api", tmp_path, **ITEMS) as it,
+        ):
             cut = await it.round(killed_after=2)
-            whole = await it.round()
-            assert [f.id for f in cut] == [f.id for f in whole][:6]
-            assert len({f.id for f in whole}) == 9
+            complete = await it.round()
+            assert [f.id for f in cut] == [f.id for f in complete][:6]
+            assert len({f.id for f in complete}) == 9
             assert await it.round() == []
 
     run(work())
 
 
-def test_secrets_go_to_the_endpoint_and_nowhere_else(
+def test_secret_headers_are_not_sent_to_another_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHOP_TOKEN", "hush-hush\n")
@@ -263,7 +272,7 @@ def test_secrets_go_to_the_endpoint_and_nowhere_else(
             web.route("/moved", Reply(302, {"location": f"http://127.0.0.1:{port}/redirected"}))
             headers = {"Authorization": "Bearer env:SHOP_TOKEN", "X-Team": "prices"}
             for path in ("/api", "/moved"):
-                async with looking(
+                async with polled_source(
                     web,
                     "api+http://{}" + path,
                     tmp_path,
@@ -280,7 +289,7 @@ def test_secrets_go_to_the_endpoint_and_nowhere_else(
     run(work())
 
 
-def test_a_next_page_that_leads_back_and_one_that_never_ends_both_end(tmp_path: Path) -> None:
+def test_a_cyclic_and_an_endless_pagination_are_stopped_by_the_limits(tmp_path: Path) -> None:
     async def work() -> None:
         counted: list[str] = []
 
@@ -292,16 +301,16 @@ def test_a_next_page_that_leads_back_and_one_that_never_ends_both_end(tmp_path: 
             web.route("/loop", json_reply({"items": [{"id": 1}], "next": "/loop"}))
             web.route("/endless", endless)
             web.route("/more*", endless)
-            async with looking(
+            async with polled_source(
                 web, "api+http://{}/loop", tmp_path, items="items", next="next"
             ) as it:
                 assert len(await it.round()) == 1
-            async with looking(
+            async with polled_source(
                 web, "api+http://{}/endless", tmp_path, items="items", next="next", max_pages=5
             ) as it:
                 assert len(await it.round()) == 5
             counted.clear()
-            async with looking(
+            async with polled_source(
                 web, "api+http://{}/endless", tmp_path, items="items", next="next", max_items=3
             ) as it:
                 assert len(await it.round()) == 3
@@ -309,11 +318,11 @@ def test_a_next_page_that_leads_back_and_one_that_never_ends_both_end(tmp_path: 
     run(work())
 
 
-def test_two_items_with_one_key_do_not_take_turns_for_ever(tmp_path: Path) -> None:
+def test_two_items_with_the_same_key_are_one_finding(tmp_path: Path) -> None:
     async def work() -> None:
         async with Web() as web:
             web.route("/api", json_reply([{"id": 1, "v": "a"}, {"id": 1, "v": "b"}]))
-            async with looking(web, "api+http://{}/api", tmp_path) as it:
+            async with polled_source(web, "api+http://{}/api", tmp_path) as it:
                 assert len(await it.round()) == 1
                 assert await it.round() == []
 
@@ -323,12 +332,12 @@ def test_two_items_with_one_key_do_not_take_turns_for_ever(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "broken", [b"<html>busy</html>", b"[" * 100_000, b'{"items": 7}', b"[" + b" " * (51 << 20), 500]
 )
-def test_an_endpoint_that_breaks_is_said_and_the_source_goes_on_where_it_was(
+def test_a_broken_endpoint_is_an_error_and_the_source_continues_at_its_cursor(
     broken: Any, tmp_path: Path
 ) -> None:
     async def work() -> None:
         shop = Shop(2)
-        async with Web() as web, looking(web, "api+http://{}/api", tmp_path, **ITEMS) as it:
+        async with Web() as web, polled_source(web, "api+http://{}/api", tmp_path, **ITEMS) as it:
             web.route("/api", shop)
             await it.round()
             web.route(
@@ -346,15 +355,15 @@ def test_an_endpoint_that_breaks_is_said_and_the_source_goes_on_where_it_was(
     run(work())
 
 
-def test_an_item_without_a_key_is_refused_once_and_the_first_look_may_be_silent(
+def test_an_item_without_a_key_is_refused_once_and_first_none_skips_old_items(
     tmp_path: Path,
 ) -> None:
     async def work() -> None:
         async with Web() as web:
             web.route("/api", json_reply([{"id": "", "v": 1}, {"id": 2}]))
             async with (
-                looking(web, "api+http://{}/api", tmp_path, key="id") as it,
-                looking(web, "api+http://{}/api", tmp_path, first="none") as quiet,
+                polled_source(web, "api+http://{}/api", tmp_path, key="id") as it,
+                polled_source(web, "api+http://{}/api", tmp_path, first="none") as quiet,
             ):
                 assert [f.refused for f in await it.round()] == ["its key is empty", ""]
                 assert await it.round() == await quiet.round() == []
@@ -371,13 +380,13 @@ def test_an_item_without_a_key_is_refused_once_and_the_first_look_may_be_silent(
         {"headers": {"Authorization": "env:NO_SUCH_VARIABLE"}}, {"headers": {"a b": "c"}}, {"headers": {"a": "b\nc"}}, {"delimiter": "ab"}, {"limit": 5},
     ],
 )  # fmt: skip
-def test_a_slip_in_the_declaration_is_an_error_with_a_hint(
+def test_an_invalid_declaration_is_an_error_with_a_hint(
     more: dict[str, Any], tmp_path: Path
 ) -> None:
     async def work() -> None:
-        async with looking(Web(), "api+https://shop.test/", tmp_path, **more):
+        async with polled_source(Web(), "api+https://shop.test/", tmp_path, **more):
             pass
 
-    with pytest.raises(ConfigError) as said:
+    with pytest.raises(ConfigError) as caught:
         run(work())
-    assert said.value.hint
+    assert caught.value.hint

@@ -1,5 +1,6 @@
-"""Feeds of every kind and every illness: one event for each new or updated entry, a declared error
-for what is no feed, and nothing that harms the reader.
+"""Feeds of every format: one finding for each new or updated entry.
+
+An invalid or hostile document is a FeedError.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.sources.web_rig import looking, run
+from tests.sources.web_rig import polled_source, run
 
 from penstock.errors import ConfigError, SourceDown, UsageError
 from penstock.model import Failure, mint
@@ -88,7 +89,7 @@ ILL = {
 
 
 @pytest.mark.parametrize("text", ILL.values(), ids=ILL)
-def test_an_ill_formed_feed_is_read_as_far_as_it_makes_sense(text: str) -> None:
+def test_the_complete_entries_of_an_ill_formed_feed_are_read(text: str) -> None:
     (entry,) = parse(text.encode(), RSS)
     assert entry.id == "g1"
 
@@ -109,13 +110,13 @@ def test_an_ill_formed_feed_is_read_as_far_as_it_makes_sense(text: str) -> None:
         "gbk",
     ],
 )
-def test_a_feed_is_read_in_the_encoding_it_is_in(encoding: str) -> None:
-    word = {"koi8-r": "цена", "shift_jis": "価格です", "gbk": "价格"}.get(encoding, "café")
+def test_a_feed_is_decoded_with_its_declared_encoding(encoding: str) -> None:
+    title = {"koi8-r": "цена", "shift_jis": "価格です", "gbk": "价格"}.get(encoding, "café")
     text = (
         f'<?xml version="1.0" encoding="{encoding.removesuffix("-sig")}"?>'
-        + rss(item(1, title=word)).partition("?>")[2]
+        + rss(item(1, title=title)).partition("?>")[2]
     )
-    assert parse(text.encode(encoding), RSS)[0].title == word
+    assert parse(text.encode(encoding), RSS)[0].title == title
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,9 @@ def test_a_feed_is_read_in_the_encoding_it_is_in(encoding: str) -> None:
         ("utf-16", None, "utf-8"),
     ],
 )
-def test_a_wrong_encoding_is_noticed(declared: str | None, header: str | None, real: str) -> None:
+def test_a_feed_with_a_wrong_encoding_declaration_is_decoded_correctly(
+    declared: str | None, header: str | None, real: str
+) -> None:
     text = (
         f'<?xml version="1.0"{f" encoding={chr(34)}{declared}{chr(34)}" if declared else ""}?>'
         + rss(item(1, title="café")).partition("?>")[2]
@@ -189,12 +192,12 @@ NO_FEED = {
 
 
 @pytest.mark.parametrize(("body", "reason"), NO_FEED.values(), ids=NO_FEED)
-def test_what_is_no_feed_is_refused_with_its_reason(body: bytes, reason: str) -> None:
+def test_a_document_that_is_not_a_feed_is_refused_with_its_reason(body: bytes, reason: str) -> None:
     with pytest.raises(FeedError, match=reason):
         parse(body, RSS)
 
 
-def test_words_about_a_doctype_are_words() -> None:
+def test_a_doctype_inside_cdata_or_a_comment_is_text() -> None:
     (entry,) = parse(
         rss(
             item(1, title="<![CDATA[How to write <!DOCTYPE html>]]>") + "<!-- <!ENTITY -->"
@@ -214,7 +217,7 @@ def test_words_about_a_doctype_are_words() -> None:
         ("2020-13-45", None), ("x" * 1000, None), ("9" * 60, None),
     ],
 )  # fmt: skip
-def test_a_date_is_read_or_it_is_none_and_never_guessed_from_today(
+def test_a_date_that_cannot_be_parsed_is_none_and_is_not_guessed(
     text: str | None, expected: float | None
 ) -> None:
     assert (
@@ -224,7 +227,7 @@ def test_a_date_is_read_or_it_is_none_and_never_guessed_from_today(
     )
 
 
-def test_entries_without_an_id_are_known_by_link_or_content_and_shared_ids_are_told_apart() -> None:
+def test_an_entry_without_an_id_gets_one_and_shared_ids_are_made_unique() -> None:
     found = parse(
         rss("<item><link>/a</link></item><item><title>only words</title></item>").encode(), RSS
     )
@@ -244,7 +247,7 @@ def test_entries_without_an_id_are_known_by_link_or_content_and_shared_ids_are_t
     ),
 )
 @settings(max_examples=300, deadline=None)
-def test_any_bytes_are_a_feed_or_a_feed_error(body: bytes, kind: str | None) -> None:
+def test_any_bytes_are_parsed_or_raise_a_feed_error(body: bytes, kind: str | None) -> None:
     try:
         assert isinstance(parse(body, kind), list)
     except FeedError:
@@ -274,7 +277,7 @@ PIECES = [
     st.lists(st.tuples(st.integers(0, 10**6), st.binary(max_size=3)), max_size=6),
 )
 @settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
-def test_a_mutilated_feed_is_a_feed_or_a_feed_error(
+def test_a_corrupted_feed_is_parsed_or_raises_a_feed_error(
     pieces: list[bytes], edits: list[tuple[int, bytes]]
 ) -> None:
     body = bytearray(b"".join(pieces))
@@ -290,7 +293,7 @@ def test_a_mutilated_feed_is_a_feed_or_a_feed_error(
 # -- hints -----------------------------------------------------------------------------------------
 
 
-def test_a_feed_says_when_to_look_again() -> None:
+def test_polling_hints_are_read_from_a_feed() -> None:
     head = "<ttl>90</ttl><skipHours><hour>1</hour><hour>2</hour></skipHours><skipDays><day>Thursday</day></skipDays>"
     assert parse(rss("", head).encode(), RSS).hints == Hints(5400.0, (1, 2), (3,))
     sy = '<x:updatePeriod xmlns:x="http://purl.org/rss/1.0/modules/syndication/">daily</x:updatePeriod>'
@@ -306,7 +309,7 @@ def test_a_feed_says_when_to_look_again() -> None:
         (Hints(0, (0, 1)), 60, 7200), (Hints(0, (), (2,)), 60, 86400), (Hints(0, tuple(range(24))), 60, 60),
     ],
 )  # fmt: skip
-def test_hints_bound_the_wait_from_below_and_never_silence_a_feed(
+def test_hints_can_lengthen_the_wait_by_at_most_a_day(
     hints: Hints, every: float, wait: float
 ) -> None:
     assert hints.next_look(MOON, every) == MOON + wait  # a Wednesday, midnight
@@ -316,7 +319,7 @@ def test_hints_bound_the_wait_from_below_and_never_silence_a_feed(
 
 
 class Paper:
-    """A feed that can be edited, with an ETag."""
+    """An editable feed with an ETag."""
 
     def __init__(self, *items: str, head: str = "") -> None:
         self.items, self.head, self.asked = list(items), head, []
@@ -336,21 +339,24 @@ def serving(paper: Any) -> Web:
     return web
 
 
-def test_each_new_or_updated_entry_is_one_finding_and_an_unchanged_feed_is_not_read(
+def test_each_new_or_updated_entry_is_one_finding_and_an_unchanged_feed_none(
     tmp_path: Path,
 ) -> None:
     async def work() -> None:
         paper = Paper(item(2), item(1))
-        async with serving(paper) as web, looking(web, "feed+http://{}/feed.xml", tmp_path) as it:
+        async with (
+            serving(paper) as web,
+            polled_source(web, "feed+http://{}/feed.xml", tmp_path) as it,
+        ):
             first = await it.round()
-            assert [f.cause for f in first] == ["g1", "g2"]  # as they happened
+            assert [f.cause for f in first] == ["g1", "g2"]  # oldest first
             assert it.urls(first) == [web.url("/p/1"), web.url("/p/2")]
             assert first[0].payload["title"] == "No 1"
             assert await it.round() == []
             assert "if-none-match" in paper.asked[-1]
             paper.items = [item(3), item(2, title="changed"), item(1)]
             assert [f.cause for f in await it.round()] == ["g2", "g3"]
-            paper.items = [item(3), item(2), item(1)]  # and back again
+            paper.items = [item(3), item(2), item(1)]  # the previous content again
             (back,) = await it.round()
             assert back.id not in {f.id for f in first}
             assert back.id == mint(
@@ -359,33 +365,38 @@ def test_each_new_or_updated_entry_is_one_finding_and_an_unchanged_feed_is_not_r
             paper.items = [item(4)]
             assert [f.cause for f in await it.round()] == ["g4"]
             paper.items = [item(4), item(1)]
-            assert await it.round() == []  # gone and here again is not new
+            assert await it.round() == []  # an entry that returns unchanged is not new
             assert it.source.describe(it.cursor) == "4 entries known"
 
     run(work())
 
 
-def test_a_round_that_was_cut_off_is_read_again_with_the_same_ids(tmp_path: Path) -> None:
+def test_an_interrupted_poll_is_repeated_with_the_same_ids(tmp_path: Path) -> None:
     async def work() -> None:
         async with (
             serving(Paper(*(item(n) for n in range(2500)))) as web,
-            looking(web, "feed+http://{}/feed.xml", tmp_path) as it,
+            polled_source(web, "feed+http://{}/feed.xml", tmp_path) as it,
         ):
             cut = await it.round(killed_after=1)
-            whole = await it.round()
-            assert [f.id for f in cut] == [f.id for f in whole][:2000]
-            assert len({f.id for f in whole}) == 2500
+            complete = await it.round()
+            assert [f.id for f in cut] == [f.id for f in complete][:2000]
+            assert len({f.id for f in complete}) == 2500
             assert await it.round() == []
 
     run(work())
 
 
-def test_an_entry_with_a_date_of_change_is_known_by_it(tmp_path: Path) -> None:
+def test_an_entry_with_an_updated_date_is_a_finding_only_when_the_date_changes(
+    tmp_path: Path,
+) -> None:
     async def work() -> None:
         entry = "<entry><id>1</id><title>{}</title><link href='/p/1'/><updated>2020-01-0{}T00:00:00Z</updated></entry>"
         paper = Paper()
         paper.body = ATOM.format(entry.format("a", 1)).encode()
-        async with serving(paper) as web, looking(web, "feed+http://{}/feed.xml", tmp_path) as it:
+        async with (
+            serving(paper) as web,
+            polled_source(web, "feed+http://{}/feed.xml", tmp_path) as it,
+        ):
             (first,) = await it.round()
             assert (first.at, first.id) == (
                 MOON,
@@ -402,7 +413,7 @@ def test_an_entry_with_a_date_of_change_is_known_by_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("first", "causes"), [("all", ["g1", "g2"]), ("latest", ["g2"]), ("none", [])]
 )
-def test_the_first_look_tells_what_was_asked_for_and_later_ones_everything_new(
+def test_the_first_poll_follows_the_option_first_and_later_polls_find_new_entries(
     first: str, causes: list[str], tmp_path: Path
 ) -> None:
     async def work() -> None:
@@ -412,7 +423,7 @@ def test_the_first_look_tells_what_was_asked_for_and_later_ones_everything_new(
         )
         async with (
             serving(paper) as web,
-            looking(web, "feed+http://{}/feed.xml", tmp_path, first=first) as it,
+            polled_source(web, "feed+http://{}/feed.xml", tmp_path, first=first) as it,
         ):
             assert [f.cause for f in await it.round()] == causes
             paper.items.insert(0, item(3))
@@ -421,28 +432,28 @@ def test_the_first_look_tells_what_was_asked_for_and_later_ones_everything_new(
     run(work())
 
 
-def test_a_feed_that_asks_for_patience_gets_it_across_restarts(tmp_path: Path) -> None:
+def test_the_ttl_of_a_feed_delays_the_next_poll_across_restarts(tmp_path: Path) -> None:
     async def work() -> None:
         paper = Paper(item(1), head="<ttl>60</ttl>")
         async with serving(paper) as web:
-            async with looking(web, "feed+http://{}/feed.xml", tmp_path, every="1s") as it:
+            async with polled_source(web, "feed+http://{}/feed.xml", tmp_path, every="1s") as it:
                 await it.round()
                 assert it.source.due(0.0) is not None
                 cursor = it.cursor
-            async with looking(web, "feed+http://{}/feed.xml", tmp_path, every="1s") as again:
+            async with polled_source(web, "feed+http://{}/feed.xml", tmp_path, every="1s") as again:
                 again.cursor = cursor
                 assert await again.round() == []
                 assert len(paper.asked) == 1
                 paper.items.insert(0, item(2))
                 assert [f.cause for f in await again.source.preview(cursor, 9)] == [
                     "g2"
-                ]  # a person asked
+                ]  # a preview ignores the wait
                 del paper.items[0]
-            async with looking(
+            async with polled_source(
                 web, "feed+http://{}/feed.xml", tmp_path, every="1s", hints=False
-            ) as impatient:
-                impatient.cursor = cursor
-                await impatient.round()
+            ) as without_hints:
+                without_hints.cursor = cursor
+                await without_hints.round()
                 assert len(paper.asked) == 3
 
     run(work())
@@ -457,12 +468,15 @@ def test_a_feed_that_asks_for_patience_gets_it_across_restarts(tmp_path: Path) -
         b"",
     ],
 )
-def test_a_feed_that_breaks_is_said_and_the_source_goes_on_where_it_was(
+def test_a_broken_feed_is_an_error_and_the_source_continues_at_its_cursor(
     body: bytes, tmp_path: Path
 ) -> None:
     async def work() -> None:
         paper = Paper(item(1))
-        async with serving(paper) as web, looking(web, "feed+http://{}/feed.xml", tmp_path) as it:
+        async with (
+            serving(paper) as web,
+            polled_source(web, "feed+http://{}/feed.xml", tmp_path) as it,
+        ):
             await it.round()
             paper.body = body
             with pytest.raises((SourceDown, Failure)):
@@ -473,10 +487,13 @@ def test_a_feed_that_breaks_is_said_and_the_source_goes_on_where_it_was(
     run(work())
 
 
-def test_now_is_a_position_and_yesterday_is_none(tmp_path: Path) -> None:
+def test_now_is_a_valid_position_and_yesterday_is_refused(tmp_path: Path) -> None:
     async def work() -> None:
         paper = Paper(item(1))
-        async with serving(paper) as web, looking(web, "feed+http://{}/feed.xml", tmp_path) as it:
+        async with (
+            serving(paper) as web,
+            polled_source(web, "feed+http://{}/feed.xml", tmp_path) as it,
+        ):
             it.cursor = await it.source.place("now")
             assert await it.round() == []
             with pytest.raises(UsageError):
@@ -497,13 +514,13 @@ def test_now_is_a_position_and_yesterday_is_none(tmp_path: Path) -> None:
         ("feed+http://x/", {"frist": "all"}),
     ],
 )
-def test_a_slip_in_the_declaration_is_an_error_with_a_hint(
+def test_an_invalid_declaration_is_an_error_with_a_hint(
     url: str, more: dict[str, Any], tmp_path: Path
 ) -> None:
     async def work() -> None:
-        async with looking(Web(), url, tmp_path, **more):
+        async with polled_source(Web(), url, tmp_path, **more):
             pass
 
-    with pytest.raises(ConfigError) as said:
+    with pytest.raises(ConfigError) as caught:
         run(work())
-    assert said.value.hint
+    assert caught.value.hint

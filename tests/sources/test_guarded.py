@@ -1,5 +1,6 @@
-"""Sources that poll reach no address that the guard forbids: not by their URL, a redirect, a
-sitemap's child, robots.txt or a next page.
+"""Polling sources do not request an address that the guard forbids.
+
+Neither by URL, redirect, child sitemap and robots.txt, nor by the link to the next page.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def index(child: str) -> bytes:
     ],
 )
 @pytest.mark.parametrize("may", [False, True], ids=["forbidden", "allowed"])
-def test_what_the_guard_forbids_is_not_asked_and_what_it_allows_is(
+def test_a_polling_source_requests_only_addresses_that_the_guard_allows(
     source: str, options: dict[str, Any], may: bool, tmp_path: Path
 ) -> None:
     async def work() -> None:

@@ -1,6 +1,4 @@
-"""A real Kafka topic as a source: nothing lost, nothing twice, whatever happens to the reader, the
-topic or the server.
-"""
+"""A Kafka topic as a source: every message is one finding, even after restarts and failures."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ def ground(server: Callable[[str], Handle]) -> Iterator[Ground]:
 # -- reading ---------------------------------------------------------------------------------------
 
 
-async def test_every_message_is_found_once_in_the_order_of_its_partition_in_batches_that_are_bounded(
+async def test_every_message_is_one_finding_in_partition_order_and_batches_are_bounded(
     ground: Ground,
 ) -> None:
     topic = ground.topic(3)
@@ -59,7 +57,7 @@ async def test_every_message_is_found_once_in_the_order_of_its_partition_in_batc
     assert all(batch.lag is not None and batch.lag < 60 for batch in batches if batch.findings)
 
 
-async def test_large_messages_come_in_small_batches(ground: Ground) -> None:
+async def test_batches_of_large_messages_are_small(ground: Ground) -> None:
     topic = ground.topic()
     ground.write(topic, [{"n": n, "filling": "x" * 1_000_000} for n in range(12)])
     batches: list[Batch] = []
@@ -68,7 +66,7 @@ async def test_large_messages_come_in_small_batches(ground: Ground) -> None:
     assert max(len(batch.findings) for batch in batches) <= 5
 
 
-async def test_a_restart_goes_on_behind_what_was_accepted_and_repeats_ids_of_what_was_not(
+async def test_a_restart_continues_after_the_accepted_batch_and_repeats_unaccepted_ids(
     ground: Ground,
 ) -> None:
     topic = ground.topic(2)
@@ -77,12 +75,12 @@ async def test_a_restart_goes_on_behind_what_was_accepted_and_repeats_ids_of_wha
     accepted: list[str] = []
     unsure: set[str] = set()
     cursor: bytes | None = None
-    for _ in range(2):  # it dies with a second batch that nobody accepted
+    for _ in range(2):  # the reader ends with a second batch that was not accepted
         rounds = source.read(cursor)
         held = Batch()
         async for batch in rounds:
             if not batch.findings:
-                continue  # where it begins, or a word while it waits
+                continue  # the start position or a heartbeat
             accepted += [f.id for f in held.findings]
             cursor = held.cursor or cursor
             if held.findings:
@@ -100,7 +98,7 @@ async def test_a_restart_goes_on_behind_what_was_accepted_and_repeats_ids_of_wha
     assert numbers((await until_idle(source, cursor))[0]) == [3000]
 
 
-async def test_latest_begins_with_what_comes_after_the_first_look_and_remembers_where_that_was(
+async def test_start_latest_reads_messages_after_the_first_poll_even_after_a_restart(
     ground: Ground,
 ) -> None:
     topic = ground.topic()
@@ -114,7 +112,9 @@ async def test_latest_begins_with_what_comes_after_the_first_look_and_remembers_
     assert numbers((await until_idle(source, first.cursor))[0]) == [1]
 
 
-async def test_what_cannot_be_read_is_refused_and_what_follows_is_read(ground: Ground) -> None:
+async def test_an_unreadable_message_is_refused_and_the_following_messages_are_read(
+    ground: Ground,
+) -> None:
     topic = ground.topic()
     ground.write(topic, [{"n": 0}, b"{broken", None, b"\x00\x00\x00\x00\x01\x02\x03", {"n": 1}])
     found, _ = await until_idle(ground.source(topic))
@@ -122,7 +122,7 @@ async def test_what_cannot_be_read_is_refused_and_what_follows_is_read(ground: G
     assert f"{topic}/0@1" in found[1].refused
 
 
-async def test_uncommitted_transactions_are_not_read_and_their_marks_are_no_backlog(
+async def test_aborted_transactions_are_not_read_and_control_records_are_not_backlog(
     ground: Ground,
 ) -> None:
     topic = ground.topic()
@@ -143,7 +143,7 @@ async def test_uncommitted_transactions_are_not_read_and_their_marks_are_no_back
     assert ground.source(topic).describe(cursor) == "at 0:4"
 
 
-async def test_partitions_that_are_added_are_read_from_their_beginning(ground: Ground) -> None:
+async def test_added_partitions_are_read_from_their_first_message(ground: Ground) -> None:
     topic = ground.topic()
     ground.write(topic, [{"n": 0}])
     source = ground.source(topic, start="latest")
@@ -163,12 +163,12 @@ async def test_partitions_that_are_added_are_read_from_their_beginning(ground: G
     await asyncio.to_thread(_when_there, ground, topic, 3)
     ground.write(topic, [{"n": 2}], partition=2)
     assert numbers((await until_idle(source, cursor))[0]) == [2], (
-        "and so after a restart, whatever start says"
+        "also after a restart, with any value of start"
     )
 
 
 def _when_decided(ground: Ground, topic: str, end: int) -> None:
-    """A transaction's end is answered before its mark stands in the partition."""
+    """Wait for the control record of a transaction, which Kafka writes after its response."""
     while (
         next(
             iter(
@@ -189,7 +189,9 @@ def _when_there(ground: Ground, topic: str, partitions: int) -> None:
         time.sleep(0.05)
 
 
-async def test_a_preview_shows_what_comes_next_and_changes_nothing(ground: Ground) -> None:
+async def test_a_preview_shows_the_next_messages_and_does_not_move_the_source(
+    ground: Ground,
+) -> None:
     topic = ground.topic()
     ground.write(topic, [{"n": n} for n in range(30)])
     source = ground.source(topic, group="watched")
@@ -198,7 +200,7 @@ async def test_a_preview_shows_what_comes_next_and_changes_nothing(ground: Groun
     assert await source.preview((await until_idle(source))[1], 5) == []
 
 
-async def test_offsets_are_committed_for_those_who_watch_behind_what_was_accepted(
+async def test_the_offset_after_the_accepted_messages_is_committed_for_monitoring(
     ground: Ground,
 ) -> None:
     topic = ground.topic()
@@ -215,10 +217,10 @@ async def test_offsets_are_committed_for_those_who_watch_behind_what_was_accepte
     assert answer.result(20).topic_partitions[0].offset == 10
 
 
-# -- places ----------------------------------------------------------------------------------------
+# -- positions -------------------------------------------------------------------------------------
 
 
-async def test_a_source_can_be_put_at_the_end_at_offsets_and_at_a_time(ground: Ground) -> None:
+async def test_a_source_can_be_reset_to_the_end_to_offsets_and_to_a_time(ground: Ground) -> None:
     topic = ground.topic(2, retention_ms="-1")
     for p in range(2):
         ground.write(topic, [{"n": n} for n in range(3)], partition=p, timestamp=1_700_000_000_000)
@@ -243,10 +245,10 @@ async def test_a_source_can_be_put_at_the_end_at_offsets_and_at_a_time(ground: G
             await source.place(wrong)
 
 
-# -- trouble ---------------------------------------------------------------------------------------
+# -- failures --------------------------------------------------------------------------------------
 
 
-async def test_messages_that_were_deleted_unread_are_counted_told_once_and_passed(
+async def test_messages_deleted_unread_are_counted_reported_once_and_skipped(
     ground: Ground,
 ) -> None:
     topic = ground.topic()
@@ -262,7 +264,7 @@ async def test_messages_that_were_deleted_unread_are_counted_told_once_and_passe
     assert source.describe(cursor) == "at 0:10; 5 messages were deleted unread"
 
 
-async def test_retention_that_overtakes_the_reading_is_told_with_what_it_took(
+async def test_retention_that_overtakes_the_reader_is_reported_with_the_lost_count(
     ground: Ground,
 ) -> None:
     topic = ground.topic()
@@ -301,11 +303,11 @@ async def test_retention_that_overtakes_the_reading_is_told_with_what_it_took(
     assert source.describe(cursor) == f"at 0:40; {lost} messages were deleted unread"
 
 
-async def test_a_gap_that_is_said_right_behind_a_message_is_told_by_the_next_look(
+async def test_a_gap_reported_right_after_a_message_is_raised_by_the_next_poll(
     ground: Ground,
 ) -> None:
     class Late(Client):
-        """Busy elsewhere behind every message, while the library goes on."""
+        """A client that waits after every message, while librdkafka continues to fetch."""
 
         def _call(self, doing: str, work: Callable[..., Any], *args: Any, **named: Any) -> Any:
             found = super()._call(doing, work, *args, **named)
@@ -330,7 +332,7 @@ async def test_a_gap_that_is_said_right_behind_a_message_is_told_by_the_next_loo
         client.assign({0: 0})
         while not client.take(1, 1):
             pass
-        time.sleep(2)  # the next one is here too, most probably
+        time.sleep(2)  # the next message has probably arrived too
         for future in ground.admin.delete_records([TopicPartition(topic, 0, 9)]).values():
             future.result(20)
         while not client.is_at_end:
@@ -343,7 +345,7 @@ async def test_a_gap_that_is_said_right_behind_a_message_is_told_by_the_next_loo
         await asyncio.to_thread(client.close)
 
 
-async def test_a_topic_that_was_made_again_is_told_and_read_from_its_beginning_with_other_ids(
+async def test_a_recreated_topic_is_reported_and_read_from_its_start_with_new_ids(
     ground: Ground,
 ) -> None:
     topic = ground.topic()
@@ -362,12 +364,12 @@ async def test_a_topic_that_was_made_again_is_told_and_read_from_its_beginning_w
     assert {f.id for f in before}.isdisjoint(f.id for f in after)
 
 
-async def test_a_topic_that_is_not_there_and_a_server_that_is_not_there_are_told_in_a_sentence(
+async def test_a_missing_topic_and_an_unreachable_server_have_different_errors(
     ground: Ground,
 ) -> None:
     with pytest.raises(SourceDown, match=r"has no topic t0\.nothing") as caught:
         await until_idle(ground.source("t0.nothing"))
-    assert "a connector fills" in caught.value.hint
+    assert "A connector creates its topic" in caught.value.hint
     pipeline = Pipeline("test")
     pipeline.source("kafka://user:s3cret@127.0.0.1:9/x?timeout=1s")
     away = open_source(pipeline.sources[0], context())
@@ -377,7 +379,7 @@ async def test_a_topic_that_is_not_there_and_a_server_that_is_not_there_are_told
 
 
 @pytest.mark.slow
-async def test_a_server_that_dies_is_told_and_reading_goes_on_behind_it(
+async def test_a_killed_server_is_reported_and_reading_continues_after_its_restart(
     ground: Ground, server: Callable[[str], Handle]
 ) -> None:
     topic = ground.topic()
@@ -401,7 +403,7 @@ async def test_a_server_that_dies_is_told_and_reading_goes_on_behind_it(
     assert found + numbers(more) == [0, 1, 2, 3, 4, 5]
 
 
-async def test_tls_and_a_login_carry_messages_and_a_wrong_one_is_told_without_it(
+async def test_tls_with_a_login_works_and_a_wrong_password_is_not_shown_in_the_error(
     ground: Ground, server: Callable[[str], Handle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     topic = ground.topic()
@@ -422,29 +424,29 @@ async def test_tls_and_a_login_carry_messages_and_a_wrong_one_is_told_without_it
         opened(f"kafka+ssl://{secure}", ca=ca, username="penstock", password="env:KAFKA_PASSWORD"),
     ):
         assert numbers((await until_idle(good))[0]) == [1]
-    for wrong, said in (
+    for wrong, message in (
         (opened(f"kafka+ssl://penstock:hunter2@{secure}", "6s", ca=ca), "refuses the login"),
         (opened(f"kafka+ssl://penstock:hunter2@{secure}", "6s"), "no TLS connection"),
         (
             opened(f"kafka://penstock:hunter2@{secure}", "1s"),
             "cannot be reached",
-        ),  # nobody answers, however long it is waited for
+        ),  # a TLS port does not respond to a plain connection
     ):
-        with pytest.raises(SourceDown, match=said) as caught:
+        with pytest.raises(SourceDown, match=message) as caught:
             await until_idle(wrong)
         assert "hunter2" not in caught.value.message + caught.value.hint
 
 
 @pytest.mark.parametrize(
-    ("url", "options", "said"),
+    ("url", "options", "message"),
     [
         ("kafka://127.0.0.1:9092", {}, "names no topic"),
         ("kafka://127.0.0.1:9092/a b", {}, "cannot be a topic"),
-        ("kafka://127.0.0.1:x/t", {}, "no host and port"),
+        ("kafka://127.0.0.1:x/t", {}, "not a host and port"),
         ("kafka://127.0.0.1/t", {"fromat": "json"}, "no option 'fromat'"),
         ("kafka://127.0.0.1/t?format=xml", {}, "format cannot be 'xml'"),
         ("kafka://127.0.0.1/t?operations=c,x", {}, "operations"),
-        ("kafka://u@127.0.0.1/t", {}, "without a password"),
+        ("kafka://u@127.0.0.1/t", {}, "the user or the password is missing"),
         (
             "kafka://127.0.0.1/t",
             {"username": "u", "password": "env:NOT_SET_ANYWHERE"},
@@ -453,10 +455,10 @@ async def test_tls_and_a_login_carry_messages_and_a_wrong_one_is_told_without_it
         ("kafka://127.0.0.1/t", {"every": "5s"}, "has no `every`"),
     ],
 )
-def test_mistakes_are_found_when_the_configuration_is_read(
-    url: str, options: dict[str, Any], said: str
+def test_an_invalid_declaration_is_an_error_when_the_source_is_opened(
+    url: str, options: dict[str, Any], message: str
 ) -> None:
     pipeline = Pipeline("test")
     pipeline.source(url, **options)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         open_source(pipeline.sources[0], context())

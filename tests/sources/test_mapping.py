@@ -1,5 +1,6 @@
-"""From a finding to an event: what outweighs what, and no payload, expression or hook that ends in
-anything but an event, nothing, or a reason.
+"""Mapping of a finding to an event: precedence of values, and refusals with a reason.
+
+Any payload, expression or hook ends as an event, as nothing, or as a refusal.
 """
 
 from __future__ import annotations
@@ -24,37 +25,37 @@ URL = "https://shop.test/p/1"
 
 
 def mapped(
-    payload: dict[str, Any], *, finding: dict[str, Any] | None = None, **said: Any
+    payload: dict[str, Any], *, finding: dict[str, Any] | None = None, **options: Any
 ) -> Event | None:
-    return Mapping(spec_of("seeds:list", name="list", **said)).event(
+    return Mapping(spec_of("seeds:list", name="list", **options)).event(
         Finding(id="1" * 32, payload=payload, **(finding or {}))
     )
 
 
-def event(payload: dict[str, Any], **said: Any) -> Event:
-    found = mapped(payload, **said)
+def event(payload: dict[str, Any], **options: Any) -> Event:
+    found = mapped(payload, **options)
     assert found is not None
     return found
 
 
-def reason(payload: dict[str, Any], **said: Any) -> str:
+def reason(payload: dict[str, Any], **options: Any) -> str:
     with pytest.raises(Refused) as caught:
-        mapped(payload, **said)
+        mapped(payload, **options)
     return caught.value.reason
 
 
-# -- what outweighs what ---------------------------------------------------------------------------
+# -- precedence ------------------------------------------------------------------------------------
 
 
-def test_an_event_is_what_the_source_says_of_it() -> None:
-    said: dict[str, Any] = {
+def test_an_event_has_the_values_of_its_source_declaration() -> None:
+    options: dict[str, Any] = {
         "route": {"geo": "de"},
         "priority": "high",
         "window": "10m",
         "window_mode": "drop",
     }
     found = event(
-        {"url": "HTTPS://Shop.Test:443/p/1#x", "sku": 7}, finding={"cause": "list:3"}, **said
+        {"url": "HTTPS://Shop.Test:443/p/1#x", "sku": 7}, finding={"cause": "list:3"}, **options
     )
     assert (found.id, found.url, found.key, found.source, found.cause, found.trace) == (
         "1" * 32,
@@ -91,7 +92,7 @@ def test_an_event_is_what_the_source_says_of_it() -> None:
         ({"url": "/payload", "link": "/map"}, {"url": "/finding"}, {"url": "link"}, "", "map"),
     ],
 )
-def test_the_hook_outweighs_the_map_the_map_the_finding_the_finding_the_payload(
+def test_the_url_comes_from_hook_map_finding_or_payload_in_that_order(
     payload: dict[str, Any],
     finding: dict[str, Any],
     map_: dict[str, str],
@@ -118,7 +119,7 @@ def test_the_hook_outweighs_the_map_the_map_the_finding_the_finding_the_payload(
         ("window_mode", "delay", "delay"), ("force", True, True), ("trace", "order-7", "order-7"), ("trace", 7, "7"), ("data", {"a": 1}, {"a": 1}),
     ],
 )  # fmt: skip
-def test_what_an_expression_finds_is_put_on_the_event_and_where_it_finds_nothing_the_static_value_holds(
+def test_a_mapped_value_is_set_on_the_event_and_null_keeps_the_static_value(
     key: str, value: Any, expected: Any
 ) -> None:
     payload = {"url": URL, "x": {"y": value}}
@@ -131,7 +132,7 @@ def test_what_an_expression_finds_is_put_on_the_event_and_where_it_finds_nothing
     )
 
 
-def test_a_route_from_the_payload_keeps_what_is_static_beside_it() -> None:
+def test_a_mapped_part_of_the_route_keeps_the_other_static_parts() -> None:
     route = event(
         {"url": URL, "g": "at"}, route={"geo": "de", "pool": "home"}, map={"geo": "g"}
     ).route
@@ -148,20 +149,20 @@ def test_a_route_from_the_payload_keeps_what_is_static_beside_it() -> None:
         ("tags[?@=='x']", False),
     ],
 )
-def test_a_condition_decides_what_is_passed_over(where: str, passes: bool) -> None:
+def test_a_finding_that_fails_the_condition_makes_no_event(where: str, passes: bool) -> None:
     found = mapped({"url": URL, "in_stock": True, "price": 7, "tags": ["y"]}, where=where)
     assert (found is not None) is passes
 
 
-def test_a_hook_that_says_nothing_passes_over() -> None:
+def test_a_hook_that_returns_none_makes_no_event() -> None:
     assert mapped({"url": URL}, hook=lambda p: None) is None
 
 
-def test_a_relative_url_is_relative_to_where_it_was_found() -> None:
+def test_a_relative_url_is_resolved_against_the_base_of_the_finding() -> None:
     assert event({"url": "../p/1"}, finding={"base": "https://shop.test/feeds/x.xml"}).url == URL
 
 
-def test_what_the_source_refuses_is_refused_whatever_the_mapping_says() -> None:
+def test_a_finding_refused_by_its_source_is_refused_with_any_mapping() -> None:
     assert (
         reason({"url": URL}, finding={"refused": "no JSON"}, where="`false`", hook=lambda p: None)
         == "no JSON"
@@ -189,7 +190,7 @@ def test_what_the_source_refuses_is_refused_whatever_the_mapping_says() -> None:
     ],
     ids=lambda value: ascii(value)[:20],
 )  # fmt: skip
-def test_a_value_that_makes_no_sense_is_refused_by_its_name(
+def test_an_invalid_value_is_refused_with_the_name_of_its_field(
     key: str, value: Any, says: str
 ) -> None:
     payload = {"url": URL, "x": value}
@@ -199,9 +200,8 @@ def test_a_value_that_makes_no_sense_is_refused_by_its_name(
         )
         assert says in reason({"url": URL}, hook=lambda p: {key: value})
     else:
-        assert event(
-            {"url": URL, "x": value}, map={key: "x"}
-        ).data  # JSON has no such number: it becomes null on the way
+        # JSON has no NaN: the value is encoded as null.
+        assert event({"url": URL, "x": value}, map={key: "x"}).data
 
 
 @pytest.mark.parametrize(
@@ -214,13 +214,13 @@ def test_a_value_that_makes_no_sense_is_refused_by_its_name(
         (lambda p: p.clear() or {}, "no URL in it"),
     ],
 )
-def test_a_hook_that_fails_or_answers_strangely_refuses_its_finding_and_no_other(
+def test_a_hook_that_fails_or_returns_an_invalid_value_refuses_its_finding(
     hook: Any, says: str
 ) -> None:
     assert says in reason({"url": URL}, hook=hook)
 
 
-def test_an_expression_that_does_not_fit_the_payload_refuses_it() -> None:
+def test_an_expression_that_cannot_be_applied_refuses_the_finding() -> None:
     assert "its mapping cannot be applied" in reason(
         {"url": URL, "price": "x"}, map={"priority": "abs(price)"}
     )
@@ -230,7 +230,7 @@ def test_an_expression_that_does_not_fit_the_payload_refuses_it() -> None:
     )
 
 
-def test_a_cause_too_long_for_an_index_is_cut() -> None:
+def test_a_cause_that_is_too_long_for_an_index_is_truncated() -> None:
     assert event({"url": URL}, finding={"cause": "x" * 2000 + "\0"}).cause == "x" * LONGEST
     assert "\0" not in event({"url": URL}, finding={"cause": "a\0b"}).cause
 
@@ -245,7 +245,7 @@ def test_a_cause_too_long_for_an_index_is_cut() -> None:
         ({"map": {"url": ""}}, "is not valid JMESPath"),
     ],
 )
-def test_a_slip_in_an_expression_is_an_error_when_the_configuration_is_read(
+def test_an_invalid_expression_is_a_configuration_error_with_a_hint(
     said: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -285,11 +285,11 @@ EXPRESSIONS = (
 expressions = st.sampled_from(EXPRESSIONS)
 
 
-def fits(payload: dict[str, Any], said: dict[str, Any], *, base: str | None = None) -> None:
+def fits(payload: dict[str, Any], options: dict[str, Any], *, base: str | None = None) -> None:
     refused: Refused | None = None
     found: Event | None = None
     try:
-        found = mapped(payload, finding={"base": base, "cause": ascii(list(payload))}, **said)
+        found = mapped(payload, finding={"base": base, "cause": ascii(list(payload))}, **options)
     except Refused as e:
         refused = e
     if refused is not None:
@@ -312,7 +312,7 @@ def fits(payload: dict[str, Any], said: dict[str, Any], *, base: str | None = No
     where=st.none() | expressions,
     base=st.sampled_from([None, "https://shop.test/a/b"]),
 )
-def test_any_payload_ends_as_an_event_that_travels_nothing_or_a_reason(
+def test_any_payload_is_an_event_that_can_be_encoded_nothing_or_a_refusal(
     payload: dict[str, Any], map_: dict[str, str], where: str | None, base: str | None
 ) -> None:
     fits(payload, {"map": map_, "where": where}, base=base)
@@ -320,7 +320,7 @@ def test_any_payload_ends_as_an_event_that_travels_nothing_or_a_reason(
 
 @settings(max_examples=300, deadline=None)
 @given(payload=st.dictionaries(st.sampled_from(["url", "x"]), values, max_size=2), answer=answers)
-def test_any_answer_of_a_hook_ends_as_an_event_that_travels_nothing_or_a_reason(
+def test_any_result_of_a_hook_is_an_encodable_event_nothing_or_a_refusal(
     payload: dict[str, Any], answer: Any
 ) -> None:
     fits(payload, {"hook": lambda _: answer})

@@ -71,7 +71,7 @@ def change(kind: bytes, *parts: bytes, oid: int = 7) -> bytes:
     return kind + struct.pack(">I", oid) + b"".join(parts)
 
 
-def introduced(*columns: tuple[str, int, bool]) -> Decoder:
+def decoder_with_table(*columns: tuple[str, int, bool]) -> Decoder:
     decoder = Decoder()
     decoder.decode(relation(columns=columns or (("id", 20, True), ("url", 25, False))))
     return decoder
@@ -86,7 +86,7 @@ def inserted(decoder: Decoder, *values: Any) -> dict[str, Any]:
 # -- each message ----------------------------------------------------------------------------------
 
 
-def test_a_transaction_says_its_commit_when_it_begins() -> None:
+def test_begin_and_commit_messages_are_decoded_with_position_and_time() -> None:
     assert Decoder().decode(b"B" + struct.pack(">QqI", 0x1_0000_0010, 1_500_000, 77)) == Begin(
         0x1_0000_0010, pgoutput.EPOCH + 1.5, 77
     )
@@ -95,7 +95,7 @@ def test_a_transaction_says_its_commit_when_it_begins() -> None:
     )
 
 
-def test_origins_types_and_messages_are_read() -> None:
+def test_origin_type_and_emitted_messages_are_decoded() -> None:
     assert Decoder().decode(b"O" + struct.pack(">Q", 9) + text("elsewhere")) == Origin(
         9, "elsewhere"
     )
@@ -107,7 +107,7 @@ def test_origins_types_and_messages_are_read() -> None:
     ) == Emitted(True, 5, "outbox", b"hi")
 
 
-def test_a_table_is_introduced_before_its_rows() -> None:
+def test_a_row_of_an_undescribed_table_is_an_error() -> None:
     decoder = Decoder()
     with pytest.raises(BadChange, match="has not described"):
         decoder.decode(change(b"I", b"N", row("1", "x")))
@@ -118,8 +118,8 @@ def test_a_table_is_introduced_before_its_rows() -> None:
     assert inserted(decoder, "1", "x") == {"id": 1, "url": "x"}
 
 
-def test_a_table_that_changed_is_introduced_again() -> None:
-    decoder = introduced()
+def test_rows_after_a_table_change_have_the_new_columns() -> None:
+    decoder = decoder_with_table()
     assert inserted(decoder, "1", "x") == {"id": 1, "url": "x"}
     decoder.decode(relation(columns=(("id", 20, True), ("url", 25, False), ("rank", 23, False))))
     assert inserted(decoder, "2", "y", "3") == {"id": 2, "url": "y", "rank": 3}
@@ -127,31 +127,33 @@ def test_a_table_that_changed_is_introduced_again() -> None:
         inserted(decoder, "2", "y")
 
 
-def test_an_update_without_an_old_row_names_what_was_not_touched() -> None:
-    found = introduced().decode(change(b"U", b"N", row("1", UNCHANGED)))
+def test_an_update_without_an_old_row_lists_the_unchanged_columns() -> None:
+    found = decoder_with_table().decode(change(b"U", b"N", row("1", UNCHANGED)))
     assert isinstance(found, Update)
     assert found.row == {"id": 1}
     assert found.unchanged == ("url",)
     assert found.old is None
 
 
-def test_an_update_with_a_new_key_tells_the_old_key_and_nothing_else() -> None:
-    found = introduced().decode(change(b"U", b"K", row("1", None), b"N", row("2", "x")))
+def test_an_update_with_a_new_key_has_only_the_old_key_as_its_old_row() -> None:
+    found = decoder_with_table().decode(change(b"U", b"K", row("1", None), b"N", row("2", "x")))
     assert isinstance(found, Update)
     assert found.old == {"id": 1}
     assert found.row == {"id": 2, "url": "x"}
 
 
-def test_an_update_with_the_whole_old_row_keeps_what_was_not_touched() -> None:
-    found = introduced().decode(change(b"U", b"O", row("1", "long"), b"N", row("1", UNCHANGED)))
+def test_an_update_with_a_full_old_row_fills_in_the_unchanged_columns() -> None:
+    found = decoder_with_table().decode(
+        change(b"U", b"O", row("1", "long"), b"N", row("1", UNCHANGED))
+    )
     assert isinstance(found, Update)
     assert found.row == {"id": 1, "url": "long"}
     assert found.unchanged == ()
     assert found.old == {"id": 1, "url": "long"}
 
 
-def test_deletions_and_truncations_are_read() -> None:
-    decoder = introduced()
+def test_delete_and_truncate_messages_are_decoded() -> None:
+    decoder = decoder_with_table()
     gone = decoder.decode(change(b"D", b"K", row("1", None)))
     assert isinstance(gone, Delete)
     assert gone.old == {"id": 1}
@@ -192,14 +194,14 @@ def test_deletions_and_truncations_are_read() -> None:
         (2950, "6f1c4bae-0000-0000-0000-000000000000", "6f1c4bae-0000-0000-0000-000000000000"),
     ],
 )
-def test_a_value_has_the_type_that_json_has_for_it(oid: int, written: str, value: Any) -> None:
-    assert inserted(introduced(("v", oid, False)), written) == {"v": value}
+def test_a_column_value_is_converted_to_its_json_type(oid: int, written: str, value: Any) -> None:
+    assert inserted(decoder_with_table(("v", oid, False)), written) == {"v": value}
     assert pgoutput.value(oid, written) == value
     assert pgoutput.value(oid, None) is None
 
 
-def test_a_null_is_none_and_bytes_that_are_no_text_are_still_read() -> None:
-    decoder = introduced(("v", 25, False))
+def test_a_null_is_none_and_invalid_utf8_is_decoded_with_replacement() -> None:
+    decoder = decoder_with_table(("v", 25, False))
     assert inserted(decoder, None) == {"v": None}
     found = decoder.decode(
         change(b"I", b"N", struct.pack(">H", 1) + b"t" + struct.pack(">I", 2) + b"\xff\xfe")
@@ -208,7 +210,7 @@ def test_a_null_is_none_and_bytes_that_are_no_text_are_still_read() -> None:
     assert found.row == {"v": "��"}
 
 
-def test_a_position_is_written_as_postgres_writes_it() -> None:
+def test_an_lsn_is_parsed_and_formatted_as_postgres_does() -> None:
     assert pgoutput.lsn_of("16/B374D848") == 0x16B374D848
     assert pgoutput.lsn_text(0x16B374D848) == "16/B374D848"
     for wrong in ("", "16", "16/", "x/1", "1/123456789", "-1/1"):
@@ -224,11 +226,11 @@ VALUES = st.one_of(
 
 
 @given(st.lists(VALUES, max_size=8), st.sampled_from([25, 16, 20, 701, 3802, 1184, 17]))
-def test_whatever_a_row_holds_it_comes_out_under_its_columns(
-    values: list[str | None], oid: int
-) -> None:
+def test_any_row_is_decoded_under_its_column_names(values: list[str | None], oid: int) -> None:
     decoder = (
-        introduced(*[(f"c{i}", oid, i == 0) for i in range(len(values))]) if values else Decoder()
+        decoder_with_table(*[(f"c{i}", oid, i == 0) for i in range(len(values))])
+        if values
+        else Decoder()
     )
     if not values:
         decoder.decode(relation(columns=()))
@@ -256,19 +258,19 @@ SAMPLES = (
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: chr(sample[0]))
-def test_a_message_that_is_cut_anywhere_or_has_more_is_one_declared_error(sample: bytes) -> None:
-    introduced().decode(sample)
+def test_a_truncated_message_and_one_with_extra_bytes_raise_bad_change(sample: bytes) -> None:
+    decoder_with_table().decode(sample)
     for cut in range(len(sample)):
         with pytest.raises(BadChange):
-            introduced().decode(sample[:cut])
+            decoder_with_table().decode(sample[:cut])
     with pytest.raises(BadChange, match="1 too many"):
-        introduced().decode(sample + b"\0")
+        decoder_with_table().decode(sample + b"\0")
 
 
 @pytest.mark.parametrize("kind", [*"SEcAbPKrp", "?", "\0", "ÿ"])
-def test_a_message_that_was_not_asked_for_is_refused(kind: str) -> None:
+def test_a_message_of_an_unexpected_kind_raises_bad_change(kind: str) -> None:
     with pytest.raises(BadChange):
-        introduced().decode(kind.encode("latin-1") + bytes(40))
+        decoder_with_table().decode(kind.encode("latin-1") + bytes(40))
 
 
 @settings(max_examples=500)
@@ -280,9 +282,9 @@ def test_a_message_that_was_not_asked_for_is_refused(kind: str) -> None:
         ),
     )
 )
-def test_no_bytes_make_it_raise_anything_else(data: bytes) -> None:
+def test_random_bytes_raise_only_bad_change(data: bytes) -> None:
     with contextlib.suppress(BadChange):
-        introduced().decode(data)
+        decoder_with_table().decode(data)
 
 
 @settings(max_examples=500)
@@ -290,13 +292,13 @@ def test_no_bytes_make_it_raise_anything_else(data: bytes) -> None:
     st.sampled_from(SAMPLES),
     st.lists(st.tuples(st.integers(0, 60), st.integers(0, 255)), min_size=1, max_size=4),
 )
-def test_no_flipped_bytes_make_it_raise_anything_else(
+def test_a_corrupted_message_raises_only_bad_change(
     sample: bytes, flips: list[tuple[int, int]]
 ) -> None:
     damaged = bytearray(sample)
     for at, byte in flips:
         damaged[at % len(damaged)] = byte
-    decoder = introduced()
+    decoder = decoder_with_table()
     with contextlib.suppress(BadChange):
         decoder.decode(bytes(damaged))
     with contextlib.suppress(BadChange):

@@ -1,5 +1,6 @@
-"""Changes read from PostgreSQL's log: each exactly once in the books, whatever is rolled back,
-killed, restarted, altered or full.
+"""Changes from PostgreSQL's WAL: each committed row is accepted exactly once.
+
+Also after rollbacks, kills, restarts and schema changes.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ async def test_a_committed_row_is_a_finding_with_its_columns(rig: Rig) -> None:
     assert finding.at is not None
 
 
-async def test_many_rows_of_many_transactions_come_in_order(rig: Rig) -> None:
+async def test_rows_of_many_transactions_are_read_in_commit_order(rig: Rig) -> None:
     async with rig.reading() as batches:
         await rig.ready(batches)
         wanted = []
@@ -55,7 +56,7 @@ async def test_many_rows_of_many_transactions_come_in_order(rig: Rig) -> None:
     assert rig.repeated == 0
 
 
-async def test_what_is_rolled_back_is_never_seen(rig: Rig) -> None:
+async def test_rolled_back_rows_are_never_findings(rig: Rig) -> None:
     async with rig.reading() as batches:
         await rig.ready(batches)
         with rig.db.transaction() as t:
@@ -71,21 +72,22 @@ async def test_what_is_rolled_back_is_never_seen(rig: Rig) -> None:
     assert rig.urls == ["https://shop.test/before"]
 
 
-# -- what was accepted and what was not ------------------------------------------------------------
+# -- accepted and unaccepted batches ---------------------------------------------------------------
 
 
-async def test_a_reader_that_is_killed_inside_a_transaction_goes_on_inside_it(rig: Rig) -> None:
+async def test_a_reader_killed_inside_a_transaction_continues_inside_that_transaction(
+    rig: Rig,
+) -> None:
     async with rig.reading() as batches:
         await rig.ready(batches)
         rig.run(
             "INSERT INTO scrape_requests(url) SELECT 'https://shop.test/' || n FROM generate_series(1, 5000) n"
         )
-        await rig.until(
-            batches, lambda: len(rig.accepted) >= 2000
-        )  # a piece may be smaller than it can be, where the server pauses
+        # A batch may be smaller than its limit when the server pauses.
+        await rig.until(batches, lambda: len(rig.accepted) >= 2000)
         assert len(rig.accepted) < 5000
         while not (await anext(batches)).findings:
-            pass  # what comes is handed over and never accepted
+            pass  # this batch is yielded and never accepted
     async with rig.reading() as batches:
         await rig.until(batches, lambda: len(rig.accepted) == 5000)
         await rig.idle(batches)
@@ -93,20 +95,20 @@ async def test_a_reader_that_is_killed_inside_a_transaction_goes_on_inside_it(ri
     assert rig.repeated == 0
 
 
-async def test_a_cursor_that_was_lost_repeats_ids_and_nothing_else(rig: Rig) -> None:
+async def test_a_lost_cursor_repeats_the_same_ids_and_adds_no_event(rig: Rig) -> None:
     async with rig.reading() as batches:
         await rig.ready(batches)
         before = rig.cursor
         rig.insert(*[f"https://shop.test/{n}" for n in range(50)])
         await rig.until(batches, lambda: len(rig.accepted) == 50)
-    rig.cursor = before  # the slot was not told either: the generator was not resumed
+    rig.cursor = before  # the slot did not advance either, as the generator was not resumed
     async with rig.reading() as batches:
         await rig.until(batches, lambda: rig.repeated == 50)
         await rig.idle(batches)
     assert len(rig.accepted) == 50
 
 
-async def test_the_server_keeps_what_is_not_accepted_and_forgets_what_is(rig: Rig) -> None:
+async def test_the_slot_advances_only_after_a_batch_is_accepted(rig: Rig) -> None:
     async with rig.reading() as batches:
         await rig.ready(batches)
         rig.insert("https://shop.test/1")
@@ -116,7 +118,7 @@ async def test_the_server_keeps_what_is_not_accepted_and_forgets_what_is(rig: Ri
         await rig.until(batches, lambda: rig.slot_row(f"confirmed_flush_lsn >= '{end}'"))
 
 
-async def test_an_idle_table_on_a_busy_server_holds_no_log(rig: Rig) -> None:
+async def test_the_slot_of_an_idle_table_on_a_busy_server_advances(rig: Rig) -> None:
     rig.run("CREATE TABLE noise(n int, filler text)")
     async with rig.reading() as batches:
         await rig.ready(batches)
@@ -126,7 +128,7 @@ async def test_an_idle_table_on_a_busy_server_holds_no_log(rig: Rig) -> None:
     assert not rig.accepted
 
 
-async def test_a_reader_whose_connection_is_ended_by_the_server_says_so_and_goes_on(
+async def test_a_terminated_connection_is_an_error_and_the_next_reader_continues(
     rig: Rig,
 ) -> None:
     async with rig.reading() as batches:
@@ -146,7 +148,7 @@ async def test_a_reader_whose_connection_is_ended_by_the_server_says_so_and_goes
     assert rig.repeated == 0
 
 
-async def test_a_server_that_is_killed_and_comes_back_loses_nothing(
+async def test_no_row_is_lost_when_the_server_is_killed_and_restarted(
     rig: Rig, server: Callable[[str], Handle]
 ) -> None:
     async with rig.reading() as batches:
@@ -169,7 +171,7 @@ async def test_a_server_that_is_killed_and_comes_back_loses_nothing(
     assert rig.repeated == 0
 
 
-async def test_a_slot_that_waits_for_other_peoples_transactions_says_so_little_and_can_be_left(
+async def test_a_slot_that_waits_for_open_transactions_yields_empty_batches(
     rig: Rig,
 ) -> None:
     with psycopg.connect(rig.url) as other:
@@ -183,10 +185,10 @@ async def test_a_slot_that_waits_for_other_peoples_transactions_says_so_little_a
         other.rollback()
 
 
-# -- what changes besides inserts ------------------------------------------------------------------
+# -- other changes than inserts --------------------------------------------------------------------
 
 
-async def test_updates_are_findings_when_asked_for_and_name_what_they_did_not_touch(
+async def test_configured_updates_are_findings_that_list_their_unchanged_columns(
     rig: Rig,
 ) -> None:
     rig.run("ALTER TABLE scrape_requests ALTER COLUMN note SET STORAGE EXTERNAL")
@@ -203,15 +205,15 @@ async def test_updates_are_findings_when_asked_for_and_name_what_they_did_not_to
         rig.run("TRUNCATE scrape_requests")
         await rig.until(batches, lambda: len(rig.accepted) == 3)
         await rig.idle(batches)
-    _, partly, whole = rig.accepted.values()
+    _, partly, full = rig.accepted.values()
     assert "note" not in partly.payload
     assert partly.payload["_cdc"]["unchanged"] == ["note"]
-    assert whole.payload["note"] == "x" * 20000
-    assert whole.payload["_cdc"]["old"]["url"] == "https://shop.test/2"
-    assert "unchanged" not in whole.payload["_cdc"]
+    assert full.payload["note"] == "x" * 20000
+    assert full.payload["_cdc"]["old"]["url"] == "https://shop.test/2"
+    assert "unchanged" not in full.payload["_cdc"]
 
 
-async def test_updates_are_passed_over_by_default(rig: Rig) -> None:
+async def test_updates_are_ignored_by_default(rig: Rig) -> None:
     async with rig.reading() as batches:
         await rig.ready(batches)
         rig.insert("https://shop.test/1")
@@ -222,7 +224,7 @@ async def test_updates_are_passed_over_by_default(rig: Rig) -> None:
     assert rig.urls == ["https://shop.test/1", "https://shop.test/3"]
 
 
-async def test_a_column_that_is_added_or_dropped_while_reading_is_followed(rig: Rig) -> None:
+async def test_findings_have_the_columns_of_their_row_while_the_table_is_altered(rig: Rig) -> None:
     async with rig.reading() as batches:
         await rig.ready(batches)
         rig.insert("https://shop.test/1")
@@ -235,7 +237,7 @@ async def test_a_column_that_is_added_or_dropped_while_reading_is_followed(rig: 
     assert shapes == [["id", "note", "url"], ["id", "note", "rank", "url"], ["id", "rank", "url"]]
 
 
-async def test_values_of_every_kind_come_as_json_has_them(rig: Rig) -> None:
+async def test_values_of_every_column_type_are_json_values(rig: Rig) -> None:
     rig.run("CREATE TYPE mood AS ENUM('good', 'bad')")
     rig.run(
         "CREATE TABLE kinds(id uuid PRIMARY KEY, url text, b bool, i int8, f float8, nan float4, n numeric, j jsonb, t timestamptz, d date, raw bytea,"
@@ -256,7 +258,7 @@ async def test_values_of_every_kind_come_as_json_has_them(rig: Rig) -> None:
     }  # fmt: skip
 
 
-async def test_several_tables_and_partitions_are_read_by_the_names_that_were_asked_for(
+async def test_several_tables_and_a_partitioned_table_are_read_under_their_own_names(
     rig: Rig,
 ) -> None:
     rig.run("CREATE TABLE parts(id int, url text, PRIMARY KEY(id)) PARTITION BY RANGE(id)")
@@ -278,7 +280,7 @@ async def test_several_tables_and_partitions_are_read_by_the_names_that_were_ask
 
 
 @pytest.mark.slow
-async def test_a_transaction_of_a_hundred_thousand_rows_needs_no_more_memory_than_its_pieces(
+async def test_a_transaction_of_100000_rows_is_read_with_bounded_memory(
     rig: Rig,
 ) -> None:
     async with rig.reading() as batches:
@@ -302,17 +304,18 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-# -- all of it at once -----------------------------------------------------------------------------
+# -- random combinations ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_whatever_order_transactions_and_deaths_come_in_each_committed_row_is_accepted_once(
+async def test_each_committed_row_is_accepted_once_with_random_commits_and_reader_kills(
     rig: Rig, seed: int
 ) -> None:
-    """Interleaved transactions, some rolled back, some large; readers that die with their last
-    batch accepted, or not, or its cursor lost.
+    """Interleave transactions, some of them large or rolled back, and end readers at random.
+
+    The last batch of a reader is accepted, not accepted, or accepted without its cursor.
     """
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     wanted: list[str] = []
     rows = iter(range(10**6))
     options = {"max_lag": "8MiB", "snapshot": bool(seed % 2)}
@@ -334,25 +337,24 @@ async def test_whatever_order_transactions_and_deaths_come_in_each_committed_row
             async with rig.reading(**options) as batches:
                 if rig.cursor is None:
                     await rig.ready(batches)
-                for _ in range(chance.randrange(1, 4)):
-                    first = write(one, chance.choice((1, 10, 300)))
-                    second = write(two, chance.choice((1, 50, 2500)))
+                for _ in range(rng.randrange(1, 4)):
+                    first = write(one, rng.choice((1, 10, 300)))
+                    second = write(two, rng.choice((1, 50, 2500)))
                     more = write(one, 5)
-                    for db, urls in chance.sample([(one, first + more), (two, second)], 2):
-                        if chance.random() < 0.2:
+                    for db, urls in rng.sample([(one, first + more), (two, second)], 2):
+                        if rng.random() < 0.2:
                             db.rollback()
                         else:
                             db.commit()
                             wanted += urls
-                for _ in range(chance.randrange(0, 6)):
+                for _ in range(rng.randrange(0, 6)):
                     before = rig.cursor
                     batch = await anext(batches)
-                    fate = chance.random()
+                    fate = rng.random()
                     if fate > 0.1:
                         rig.accept(batch)
-                    if (
-                        fate < 0.2
-                    ):  # dead before it was accepted, or before its cursor was; the last of its life
+                    # The reader ends before the batch or its cursor was accepted.
+                    if fate < 0.2:
                         rig.cursor = before
                         break
         async with rig.reading(**options) as batches:

@@ -1,6 +1,4 @@
-"""How much log a slot holds when nobody takes what was read: a warning, then a file, then the end;
-and the file itself.
-"""
+"""The WAL limit of a slot whose queue is full: a warning, then a spill file, then an error."""
 
 from __future__ import annotations
 
@@ -27,15 +25,16 @@ def rig(server: Callable[[str], Handle], tmp_path: Path) -> Iterator[Rig]:
 postgres = pytest.mark.server("postgres")
 
 
-async def nobody_takes(
+async def fill_without_reading(
     rig: Rig,
     batches: AsyncGenerator[Batch, None],
     holds: Callable[[], object],
     *,
     rows: int = 20_000,
 ) -> Batch:
-    """One batch is handed over and kept, as by a full queue, while the table grows by about 24 MB
-    of log.
+    """Read only one batch, like a full queue, while the WAL grows by about 24 MB.
+
+    Return the batch as soon as `holds()` is true.
     """
     rig.run(
         "INSERT INTO scrape_requests(url, note) SELECT 'https://shop.test/' || n, repeat('x', 1000) FROM generate_series(1, %s) n",
@@ -46,23 +45,23 @@ async def nobody_takes(
         batch = await anext(batches)
         rig.accept(batch)
     for _ in range(300):
-        rig.run("CHECKPOINT")  # the server moves its own mark only when it looks
+        rig.run("CHECKPOINT")  # the server advances restart_lsn only at a checkpoint
         if holds():
             return batch
         await asyncio.sleep(0.1)
-    raise AssertionError(f"it never came to that; {await refused_at_last(rig, batches)}")
+    raise AssertionError(f"the condition never became true: {await refused_at_last(rig, batches)}")
 
 
 @postgres
 @pytest.mark.slow
-async def test_a_full_queue_is_warned_of_and_then_goes_to_a_file_so_that_the_server_can_forget(
+async def test_a_full_queue_is_spilled_to_a_file_so_that_the_server_can_discard_wal(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = {"max_lag": "16MiB"}
     with caplog.at_level(logging.WARNING, "penstock"):
         async with rig.reading(**options) as batches:
             await rig.ready(batches)
-            await nobody_takes(
+            await fill_without_reading(
                 rig,
                 batches,
                 lambda: (
@@ -74,7 +73,7 @@ async def test_a_full_queue_is_warned_of_and_then_goes_to_a_file_so_that_the_ser
             assert files[0].stat().st_mode & 0o077 == 0
             await rig.until(batches, lambda: len(rig.accepted) == 20_000)
             await rig.idle(batches)
-            rig.when(lambda: files[0].stat().st_size == 0, "the file is given back")
+            rig.when(lambda: files[0].stat().st_size == 0, "the spill file is emptied")
             rig.insert("https://shop.test/after")
             await rig.until(batches, lambda: len(rig.accepted) == 20_001)
     assert rig.repeated == 0
@@ -82,22 +81,22 @@ async def test_a_full_queue_is_warned_of_and_then_goes_to_a_file_so_that_the_ser
         *[f"https://shop.test/{n}" for n in range(1, 20_001)],
         "https://shop.test/after",
     ]
-    said = [record.getMessage() for record in caplog.records]
-    assert any("of WAL on the server" in line and "the limit is 16MiB" in line for line in said)
+    messages = [record.getMessage() for record in caplog.records]
+    assert any("of WAL on the server" in line and "the limit is 16MiB" in line for line in messages)
     assert any(
-        "the queue is full, so changes are written to the spill file" in line for line in said
+        "the queue is full, so changes are written to the spill file" in line for line in messages
     )
 
 
 @postgres
 @pytest.mark.slow
-async def test_a_slot_never_holds_more_than_the_limit_however_long_the_queue_is_full(
+async def test_a_slot_never_holds_more_wal_than_the_limit_while_the_queue_is_full(
     rig: Rig,
 ) -> None:
-    limit, transactions, most = 32 * MIB, 64, 0
+    limit, transactions, peak = 32 * MIB, 64, 0
 
     def held() -> int:
-        rig.run("CHECKPOINT")  # the server moves its own mark only when it looks
+        rig.run("CHECKPOINT")  # the server advances restart_lsn only at a checkpoint
         return int(rig.slot_row("pg_wal_lsn_diff(pg_current_wal_lsn(), restart_lsn)"))
 
     async with rig.reading(max_lag=limit) as batches:
@@ -110,15 +109,15 @@ async def test_a_slot_never_holds_more_than_the_limit_however_long_the_queue_is_
             if not number:
                 await rig.until(batches, lambda: rig.accepted)
             now = held()
-            most = max(most, now)
-            if (
-                now >= limit * 3 // 4
-            ):  # what is written faster than anybody reads is held meanwhile, with or without us: so the table waits for the reader
+            peak = max(peak, now)
+            # A slot also holds WAL that is written faster than any reader reads. So the inserts
+            # wait for the reader.
+            if now >= limit * 3 // 4:
                 rig.when(
                     lambda: held() < limit * 3 // 4,
-                    "the slot is let go of, though nobody takes what was read",
+                    "the slot advances although no batch is taken",
                 )
-        assert limit // 2 < most <= limit
+        assert limit // 2 < peak <= limit
         assert (
             rig.slot_row("pg_wal_lsn_diff(pg_current_wal_lsn(), confirmed_flush_lsn)")
             < limit * 3 // 4
@@ -130,13 +129,13 @@ async def test_a_slot_never_holds_more_than_the_limit_however_long_the_queue_is_
 
 @postgres
 @pytest.mark.slow
-async def test_a_reader_that_is_killed_while_it_kept_changes_in_a_file_finds_them_there(
+async def test_a_killed_reader_continues_with_the_changes_in_its_spill_file(
     rig: Rig,
 ) -> None:
     options = {"max_lag": "16MiB"}
     async with rig.reading(**options) as batches:
         await rig.ready(batches)
-        await nobody_takes(
+        await fill_without_reading(
             rig,
             batches,
             lambda: (
@@ -151,33 +150,32 @@ async def test_a_reader_that_is_killed_while_it_kept_changes_in_a_file_finds_the
         await rig.until(batches, lambda: len(rig.accepted) == 20_001)
         await rig.idle(batches)
     assert len(set(rig.urls)) == 20_001
-    assert rig.repeated <= 4000  # ids: what was accepted and not noted as such in the file
+    assert rig.repeated <= 4000  # ids that were accepted and not yet recorded in the file
 
 
 @postgres
 @pytest.mark.slow
-async def test_a_slot_that_nobody_can_empty_is_given_up_only_when_that_is_asked_for(
+async def test_a_slot_over_its_limit_is_dropped_only_with_on_limit_drop(
     rig: Rig,
 ) -> None:
     options = {"max_lag": "4MiB", "max_spill": "2MiB"}
     async with rig.reading(**options) as batches:
         await rig.ready(batches)
-        await nobody_takes(rig, batches, lambda: rig.slot_row("NOT active"))
+        await fill_without_reading(rig, batches, lambda: rig.slot_row("NOT active"))
         trouble = await refused_at_last(rig, batches)
         assert "the limit is 4MiB, and the queue stays full" in trouble
     assert rig.slot_row("slot_name")
-    async with rig.reading(
-        **options
-    ) as batches:  # what was behind is read all the same, as soon as there is room
+    # The remaining changes are read as soon as the queue has space.
+    async with rig.reading(**options) as batches:
         await rig.until(batches, lambda: len(rig.accepted) == 20_000)
         await rig.idle(batches)
     rig.accepted.clear()
     async with rig.reading(**options, on_limit="drop") as batches:
-        await nobody_takes(rig, batches, lambda: rig.slot_row("slot_name") is None)
+        await fill_without_reading(rig, batches, lambda: rig.slot_row("slot_name") is None)
         trouble = await refused_at_last(rig, batches)
         assert "it was dropped" in trouble
     assert 0 < len(rig.accepted) < 20_000
-    async with rig.reading(**options) as batches:  # what was read before is still handed over
+    async with rig.reading(**options) as batches:  # spilled changes are still yielded
         trouble = await refused_at_last(rig, batches)
     assert "does not exist any longer, so changes after" in trouble
 
@@ -205,7 +203,7 @@ def numbers(spill: Spill) -> list[int]:
     return found
 
 
-def test_what_is_kept_comes_out_in_order_and_what_was_accepted_does_not_come_again(
+def test_a_spill_file_returns_unaccepted_frames_in_order_after_a_restart(
     tmp_path: Path,
 ) -> None:
     spill = Spill(tmp_path / "s.spill", 1 << 20)
@@ -227,7 +225,7 @@ def test_what_is_kept_comes_out_in_order_and_what_was_accepted_does_not_come_aga
 
 
 @pytest.mark.parametrize("cut", range(1, 40, 3))
-def test_a_torn_or_damaged_end_is_cut_off(tmp_path: Path, cut: int) -> None:
+def test_a_torn_or_damaged_last_frame_of_a_spill_file_is_removed(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "s.spill"
     spill = Spill(path, 1 << 20)
     ends = [spill.append(frame(n)) for n in range(3)]

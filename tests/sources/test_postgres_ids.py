@@ -1,6 +1,4 @@
-"""Which change is which: sources over other tables, and databases of one server, never take one
-another's events for their own.
-"""
+"""Event ids of PostgreSQL sources: unique across tables and across databases of one server."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ async def first(batches: AsyncGenerator[Batch, None]) -> Finding:
         await batches.aclose()
 
 
-async def test_two_tables_that_one_transaction_fills_are_two_events_for_two_sources(
+async def test_rows_of_one_transaction_in_two_tables_have_different_ids(
     rig: Rig,
 ) -> None:
     rig.run("CREATE TABLE wishes(id bigserial PRIMARY KEY, url text)")
@@ -47,7 +45,7 @@ async def test_two_tables_that_one_transaction_fills_are_two_events_for_two_sour
     ]
     for reading in readings:
         while (await anext(reading)).cursor is None:
-            pass  # a word while it waits; with a cursor, its slot is there
+            pass  # a heartbeat. The slot exists when there is a cursor.
     with rig.db.transaction():
         rig.run("INSERT INTO scrape_requests(url) VALUES('https://shop.test/request')")
         rig.run("INSERT INTO wishes(url) VALUES('https://shop.test/wish')")
@@ -59,7 +57,7 @@ async def test_two_tables_that_one_transaction_fills_are_two_events_for_two_sour
     assert found[0].id != found[1].id
 
 
-async def test_rows_that_are_there_in_two_databases_of_a_server_are_two_events(
+async def test_equal_rows_in_two_databases_of_a_server_have_different_ids(
     rig: Rig, other: Rig
 ) -> None:
     found = []
@@ -70,7 +68,7 @@ async def test_rows_that_are_there_in_two_databases_of_a_server_are_two_events(
     assert found[0].id != found[1].id
 
 
-async def test_the_rows_that_are_there_have_the_same_ids_however_often_they_are_read(
+async def test_a_row_has_the_same_id_in_every_snapshot(
     rig: Rig,
 ) -> None:
     rig.insert("https://shop.test/1")
@@ -79,7 +77,7 @@ async def test_the_rows_that_are_there_have_the_same_ids_however_often_they_are_
     ).id
 
 
-async def test_a_server_that_stands_before_the_position_is_not_read_in_silence(rig: Rig) -> None:
+async def test_a_cursor_ahead_of_the_server_is_an_error(rig: Rig) -> None:
     async with rig.reading() as batches:
         await rig.ready(batches)
     assert rig.cursor is not None

@@ -1,6 +1,4 @@
-"""What can be wrong with a PostgreSQL source, each in one sentence with what to do; and what
-`sources test`, `reset` and `slots` ask of it.
-"""
+"""Errors of PostgreSQL sources with their hints, and `sources test`, `reset` and `slots`."""
 
 from __future__ import annotations
 
@@ -65,7 +63,7 @@ def opened(url: str, directory: Path, **options: Any) -> Any:
         ("postgres+table://u:hidden@h/db", {"key": 3}, "key is 3"),
     ],
 )
-def test_a_mistake_in_the_url_or_an_option_is_said_when_the_configuration_is_read(
+def test_an_invalid_url_or_option_is_a_configuration_error_without_the_password(
     url: str, options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -75,7 +73,7 @@ def test_a_mistake_in_the_url_or_an_option_is_said_when_the_configuration_is_rea
     assert "hidden" not in caught.value.message + caught.value.hint
 
 
-def test_options_may_stand_in_the_url_and_the_rest_of_it_is_the_connections(tmp_path: Path) -> None:
+def test_options_in_the_url_are_read_and_the_others_go_to_the_connection(tmp_path: Path) -> None:
     s = opened(
         "postgres+cdc://u@h/db?table=a,b.c&sslmode=require&snapshot=true&max_lag=64MiB&operations=insert,update",
         tmp_path,
@@ -86,7 +84,7 @@ def test_options_may_stand_in_the_url_and_the_rest_of_it_is_the_connections(tmp_
     assert (s.slot, s.publication, s.owned) == ("penstock_asked", "penstock_asked", True)
 
 
-def test_a_slot_is_called_after_namespace_and_source_within_what_a_slot_may_be_called() -> None:
+def test_a_slot_name_is_derived_from_namespace_and_source_within_63_characters() -> None:
     assert (
         derived_name("shop", "postgres-cdc-db.example-5432") == "shop_postgres_cdc_db_example_5432"
     )
@@ -95,14 +93,14 @@ def test_a_slot_is_called_after_namespace_and_source_within_what_a_slot_may_be_c
     assert long != derived_name("shop", "x" * 65)
 
 
-# -- what the server says --------------------------------------------------------------------------
+# -- errors of the server --------------------------------------------------------------------------
 
 
 @postgres
-async def test_a_server_that_is_not_there_or_does_not_let_us_in_is_one_sentence(rig: Rig) -> None:
+async def test_an_unreachable_server_and_a_refused_login_are_errors_with_a_hint(rig: Rig) -> None:
     for old, new, message in (
         (f"/{rig.database}", "/nowhere", "there is no such database"),
-        ("postgres@", "nobody:hidden@", "the server knows no user nobody"),
+        ("postgres@", "nobody:hidden@", "the server has no user nobody"),
         (rig.server.rpartition("/")[0].rpartition(":")[2], "1", "cannot be reached"),
     ):
         source = opened(
@@ -119,8 +117,8 @@ class WithoutDecoding(Postgres):
         return [*super().command(), "-c", "wal_level=replica"]
 
 
-@postgres  # so that a machine that has none says so in the same way
-async def test_a_server_without_logical_decoding_is_pointed_to_the_other_source(
+@postgres  # without PostgreSQL, this test is skipped like the others
+async def test_the_error_without_logical_decoding_suggests_the_polling_source(
     tmp_path: Path,
 ) -> None:
     server = WithoutDecoding(Place(tmp_path / "services" / "postgres"), {})
@@ -147,14 +145,14 @@ async def test_a_server_without_logical_decoding_is_pointed_to_the_other_source(
 
 
 @postgres
-async def test_a_table_that_is_not_there_is_said(rig: Rig) -> None:
+async def test_a_missing_table_is_an_error_and_no_slot_is_created(rig: Rig) -> None:
     async with rig.reading(table="nowhere") as batches:
         assert "there is no table public.nowhere" in (await refused(batches)).message
     assert rig.slot_row("slot_name") is None
 
 
 @postgres
-async def test_a_user_without_the_rights_is_told_which_and_who_may_give_them(rig: Rig) -> None:
+async def test_the_error_for_a_missing_right_has_the_statement_that_grants_it(rig: Rig) -> None:
     user = f"u_{rig.database}"
     rig.run(f"CREATE ROLE {user} LOGIN")
     rig.run(f"GRANT SELECT ON scrape_requests TO {user}")
@@ -185,7 +183,7 @@ async def test_a_user_without_the_rights_is_told_which_and_who_may_give_them(rig
 
 
 @postgres
-async def test_a_publication_of_the_users_own_is_not_changed_and_one_of_ours_is(rig: Rig) -> None:
+async def test_a_publication_of_the_user_is_not_changed_and_one_of_penstock_is(rig: Rig) -> None:
     rig.run("CREATE TABLE second(id int PRIMARY KEY, url text)")
     rig.run("CREATE PUBLICATION given FOR TABLE scrape_requests WITH (publish = 'insert')")
     async with rig.reading(publication="given", table="second") as batches:
@@ -198,24 +196,23 @@ async def test_a_publication_of_the_users_own_is_not_changed_and_one_of_ours_is(
         await rig.ready(batches)
     async with rig.reading(table="scrape_requests,second", operations="insert,update") as batches:
         published = "SELECT 1 FROM pg_publication p JOIN pg_publication_tables t USING(pubname) WHERE pubname=%s AND pubupdate AND tablename='second'"
-        await rig.until(
-            batches, lambda: rig.run(published, rig.slot)
-        )  # what was written before is not seen
+        # Rows that were written before the publication was changed are not read.
+        await rig.until(batches, lambda: rig.run(published, rig.slot))
         rig.run("INSERT INTO second VALUES(1, 'https://shop.test/1')")
         rig.run("UPDATE second SET url = 'https://shop.test/2'")
         await rig.until(batches, lambda: len(rig.accepted) == 2)
 
 
 @postgres
-async def test_a_slot_that_is_gone_in_use_or_not_ours_is_said_with_what_to_do(rig: Rig) -> None:
+async def test_a_missing_busy_or_foreign_slot_is_an_error_with_a_hint(rig: Rig) -> None:
     async with rig.reading() as batches:
         await rig.ready(batches)
-        rig.when(lambda: rig.slot_row("active"), "it is read by the first")
+        rig.when(lambda: rig.slot_row("active"), "the first reader uses the slot")
         async with rig.reading() as second:
             trouble = await refused(second)
         assert f"slot {rig.slot} is being read by another client" in trouble.message
         assert trouble.after == 1.0
-    rig.when(lambda: not rig.slot_row("active"), "the server has noticed that nobody reads it")
+    rig.when(lambda: not rig.slot_row("active"), "the slot is inactive")
     rig.run("SELECT pg_drop_replication_slot(%s)", rig.slot)
     async with rig.reading() as batches:
         trouble = await refused(batches)
@@ -231,7 +228,7 @@ async def test_a_slot_that_is_gone_in_use_or_not_ours_is_said_with_what_to_do(ri
 
 
 @postgres
-async def test_a_slot_whose_log_the_server_threw_away_is_said(rig: Rig) -> None:
+async def test_a_slot_whose_wal_the_server_discarded_is_an_error_with_a_hint(rig: Rig) -> None:
     async with rig.reading() as batches:
         await rig.ready(batches)
     rig.run("ALTER SYSTEM SET max_slot_wal_keep_size = '1MB'")
@@ -253,11 +250,11 @@ async def test_a_slot_whose_log_the_server_threw_away_is_said(rig: Rig) -> None:
     assert "penstock sources slots drop" in trouble.hint
 
 
-# -- what commands ask -----------------------------------------------------------------------------
+# -- commands --------------------------------------------------------------------------------------
 
 
 @postgres
-async def test_looking_shows_rows_before_there_is_a_slot_and_what_waits_when_there_is_one(
+async def test_a_preview_shows_table_rows_without_a_slot_and_waiting_changes_with_one(
     rig: Rig,
 ) -> None:
     rig.insert("https://shop.test/there")
@@ -270,7 +267,7 @@ async def test_looking_shows_rows_before_there_is_a_slot_and_what_waits_when_the
     slot = await source.create_slot()
     assert (slot.name, slot.own, slot.active) == (rig.slot, True, False)
     rig.insert("https://shop.test/1", "https://shop.test/2", "https://shop.test/3")
-    for _ in range(2):  # looking takes nothing
+    for _ in range(2):  # a preview does not consume changes
         found = await source.preview(None, 2)
         assert [f.payload["url"] for f in found] == ["https://shop.test/1", "https://shop.test/2"]
     assert next((s.name, s.own) for s in await source.slots()) == (rig.slot, True)
@@ -280,7 +277,7 @@ async def test_looking_shows_rows_before_there_is_a_slot_and_what_waits_when_the
 
 
 @postgres
-async def test_a_position_may_be_set_forward_to_now_or_to_a_place_in_the_log(rig: Rig) -> None:
+async def test_a_position_can_be_set_forward_to_now_or_to_an_lsn(rig: Rig) -> None:
     source = rig.source()
     with pytest.raises(UsageError, match="there is no slot"):
         await source.place("now")
@@ -306,7 +303,7 @@ async def test_a_position_may_be_set_forward_to_now_or_to_a_place_in_the_log(rig
 
 
 @postgres
-async def test_a_position_of_another_server_is_not_believed(rig: Rig) -> None:
+async def test_a_cursor_of_another_server_is_an_error(rig: Rig) -> None:
     async with rig.reading() as batches:
         await rig.ready(batches)
     assert rig.cursor is not None

@@ -1,6 +1,4 @@
-"""The first reading of a table and the log behind it: no row missing, none twice, however often the
-reading is killed in between.
-"""
+"""Snapshot of a table followed by its WAL: every row is read once, even if the reader is killed."""
 
 from __future__ import annotations
 
@@ -25,13 +23,13 @@ pytest_server = pytest.mark.server("postgres")
 
 
 @pytest_server
-async def test_rows_that_are_there_come_first_and_then_what_changes(rig: Rig) -> None:
+async def test_existing_rows_are_read_before_the_changes(rig: Rig) -> None:
     rig.run(
         "INSERT INTO scrape_requests(url) SELECT 'https://shop.test/' || n FROM generate_series(1, 2500) n"
     )
     async with rig.reading(snapshot=True) as batches:
         await rig.ready(batches)
-        rig.insert("https://shop.test/2501")  # the slot is there, and so is its snapshot
+        rig.insert("https://shop.test/2501")  # the slot and its snapshot exist
         await rig.until(batches, lambda: len(rig.accepted) == 2501)
         await rig.idle(batches)
     assert rig.urls == [f"https://shop.test/{n}" for n in range(1, 2502)]
@@ -41,7 +39,7 @@ async def test_rows_that_are_there_come_first_and_then_what_changes(rig: Rig) ->
 
 
 @pytest_server
-async def test_without_it_only_what_changes_is_read(rig: Rig) -> None:
+async def test_without_a_snapshot_only_changes_are_read(rig: Rig) -> None:
     rig.insert("https://shop.test/old")
     async with rig.reading() as batches:
         await rig.ready(batches)
@@ -51,9 +49,12 @@ async def test_without_it_only_what_changes_is_read(rig: Rig) -> None:
 
 
 @pytest_server
-async def test_a_first_reading_that_is_killed_goes_on_and_counts_no_row_twice(rig: Rig) -> None:
-    """Text keys, so that new rows come before and behind where it stands; the database's order is
-    the one that counts.
+async def test_a_snapshot_whose_reader_is_killed_continues_and_reads_each_row_once(
+    rig: Rig,
+) -> None:
+    """The keys are texts: new rows are inserted before and after the position of the reader.
+
+    The sort order of the database applies.
     """
     rig.run("CREATE TABLE texts(key text PRIMARY KEY, url text)")
     rig.run(
@@ -69,7 +70,7 @@ async def test_a_first_reading_that_is_killed_goes_on_and_counts_no_row_twice(ri
             round_ * 2 + 2,
             5990 + round_ * 2,
             2000 + round_ * 2,
-        ):  # before it, behind it, in the middle
+        ):  # before the position, after it, in the middle
             rig.run("INSERT INTO texts VALUES(%s, %s)", f"{n:06}", f"https://shop.test/{n}")
             wanted.add(f"https://shop.test/{n}")
     async with rig.reading(**options) as batches:
@@ -82,7 +83,7 @@ async def test_a_first_reading_that_is_killed_goes_on_and_counts_no_row_twice(ri
 
 
 @pytest_server
-async def test_a_table_that_is_reset_to_the_start_is_read_again_behind_its_old_slot(
+async def test_a_source_reset_to_the_start_reads_the_table_again_with_its_old_slot(
     rig: Rig,
 ) -> None:
     rig.insert("https://shop.test/1")
@@ -119,7 +120,7 @@ async def test_several_tables_are_read_one_after_the_other(rig: Rig) -> None:
 
 
 @pytest_server
-async def test_a_table_without_a_key_cannot_be_read_in_pieces(rig: Rig) -> None:
+async def test_a_snapshot_of_a_table_without_a_primary_key_is_an_error(rig: Rig) -> None:
     rig.run("CREATE TABLE bare(url text)")
     async with rig.reading(table="bare", snapshot=True) as batches:
         trouble = await refused(batches)
@@ -130,7 +131,7 @@ async def test_a_table_without_a_key_cannot_be_read_in_pieces(rig: Rig) -> None:
 # -- positions -------------------------------------------------------------------------------------
 
 
-def test_a_position_survives_being_written() -> None:
+def test_a_cursor_is_equal_after_encoding_and_decoding() -> None:
     cursor = Cursor("7", 99, 3, Reading(1, ["a", "b"]), [Part(0, None, "1:5:2", 120)])
     assert Cursor.decode(cursor.encode(), "s") == cursor
     assert "after a, b" in str(cursor)
@@ -143,7 +144,7 @@ def test_a_position_survives_being_written() -> None:
     st.sets(st.integers(0, 1000), max_size=5),
     st.integers(-2000, 2000),
 )
-def test_what_a_snapshot_saw_is_known_from_half_of_a_transactions_number(
+def test_snapshot_visibility_is_decided_by_the_low_32_bits_of_a_transaction_id(
     low: int, span: int, holes: set[int], offset: int
 ) -> None:
     high, full = low + span, low + offset

@@ -1,6 +1,4 @@
-"""Rows taken from a PostgreSQL table without logical decoding: each once, whoever else takes from
-it, and marked only when it is accepted.
-"""
+"""Rows polled from a PostgreSQL table: each is read once and marked when it is accepted."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ async def test_rows_are_marked_when_they_are_accepted_and_not_before(rig: Rig) -
     assert taken(rig) == [1, 2, 3]
 
 
-async def test_a_reader_that_died_before_it_marked_repeats_the_ids(rig: Rig) -> None:
+async def test_a_reader_that_ended_before_it_marked_rows_repeats_their_ids(rig: Rig) -> None:
     rig.insert("https://shop.test/1", "https://shop.test/2")
     async with rig.reading() as batches:
         rig.accept(await anext(batches))
@@ -56,7 +54,7 @@ async def test_a_reader_that_died_before_it_marked_repeats_the_ids(rig: Rig) -> 
     assert taken(rig) == [1, 2]
 
 
-async def test_a_row_that_is_put_back_is_a_new_event(rig: Rig) -> None:
+async def test_a_row_whose_mark_is_removed_is_a_new_event(rig: Rig) -> None:
     rig.insert("https://shop.test/1")
     async with rig.reading() as batches:
         await rig.idle(batches)
@@ -65,7 +63,7 @@ async def test_a_row_that_is_put_back_is_a_new_event(rig: Rig) -> None:
     assert rig.repeated == 0
 
 
-async def test_rows_that_others_hold_are_passed_over_and_come_later(rig: Rig) -> None:
+async def test_locked_rows_are_skipped_and_read_later(rig: Rig) -> None:
     rig.insert("https://shop.test/1", "https://shop.test/2")
     with psycopg.connect(rig.url) as other:
         other.execute("SELECT 1 FROM scrape_requests WHERE id = 1 FOR UPDATE")
@@ -76,7 +74,7 @@ async def test_rows_that_others_hold_are_passed_over_and_come_later(rig: Rig) ->
             await rig.until(batches, lambda: len(rig.accepted) == 2)
 
 
-async def test_thousands_of_rows_come_in_bounded_batches(rig: Rig) -> None:
+async def test_thousands_of_rows_are_read_in_bounded_batches(rig: Rig) -> None:
     rig.run(
         "INSERT INTO scrape_requests(url) SELECT 'https://shop.test/' || n FROM generate_series(1, 3500) n"
     )
@@ -92,7 +90,7 @@ async def test_thousands_of_rows_come_in_bounded_batches(rig: Rig) -> None:
     assert len(taken(rig)) == len(rig.accepted) == 3500
 
 
-async def test_a_row_may_be_deleted_or_get_a_status_instead(rig: Rig) -> None:
+async def test_an_accepted_row_gets_a_status_or_is_deleted_if_configured(rig: Rig) -> None:
     rig.run("ALTER TABLE scrape_requests ADD COLUMN status text DEFAULT 'pending'")
     rig.insert("https://shop.test/1")
     rig.run("INSERT INTO scrape_requests(url, status) VALUES('https://shop.test/2', 'on hold')")
@@ -105,7 +103,7 @@ async def test_a_row_may_be_deleted_or_get_a_status_instead(rig: Rig) -> None:
     assert len(rig.accepted) == 3
 
 
-async def test_a_notify_makes_it_look_at_once(rig: Rig) -> None:
+async def test_a_notify_starts_a_poll_before_the_interval_ends(rig: Rig) -> None:
     async with rig.reading(listen="scrape", every="1h") as batches:
         await rig.idle(batches)
         rig.insert("https://shop.test/1")
@@ -115,7 +113,7 @@ async def test_a_notify_makes_it_look_at_once(rig: Rig) -> None:
     assert taken(rig) == [1]
 
 
-async def test_keys_of_several_columns_and_kinds_name_a_row(rig: Rig) -> None:
+async def test_rows_with_composite_keys_of_any_type_are_marked(rig: Rig) -> None:
     rig.run(
         'CREATE TABLE "Odd Rows"(shop text, "at %" timestamptz, url text, penstock_taken_at timestamptz, PRIMARY KEY(shop, "at %"))'
     )
@@ -128,7 +126,7 @@ async def test_keys_of_several_columns_and_kinds_name_a_row(rig: Rig) -> None:
     assert rig.run('SELECT count(*) FROM "Odd Rows" WHERE penstock_taken_at IS NULL') == [(0,)]
 
 
-async def test_looking_takes_nothing(rig: Rig) -> None:
+async def test_a_preview_marks_no_row(rig: Rig) -> None:
     rig.insert("https://shop.test/1", "https://shop.test/2")
     found = await rig.source().preview(None, 1)
     assert [f.payload["url"] for f in found] == ["https://shop.test/1"]
@@ -147,7 +145,7 @@ async def test_looking_takes_nothing(rig: Rig) -> None:
         ({"key": "sku"}, "has no column sku", "it has id, url, note"),
     ],
 )
-async def test_what_is_missing_is_said_with_the_statement_that_adds_it(
+async def test_a_missing_table_or_column_is_an_error_with_a_hint(
     rig: Rig, options: dict[str, str], message: str, hint: str
 ) -> None:
     async with rig.reading(**options) as batches:
@@ -156,7 +154,7 @@ async def test_what_is_missing_is_said_with_the_statement_that_adds_it(
     assert hint in trouble.hint
 
 
-async def test_a_table_without_a_key_and_a_user_without_the_right_are_told_what_to_do(
+async def test_a_table_without_a_key_and_a_user_without_rights_are_errors(
     rig: Rig,
 ) -> None:
     rig.run("CREATE TABLE bare(url text, penstock_taken_at timestamptz)")

@@ -1,5 +1,6 @@
-"""Start URLs in Redis: moved aside in one step, accepted once whatever dies when, and every element
-an event of its own.
+"""Start URLs in Redis: every element is moved atomically and accepted as one event.
+
+Also if the reader or the server is killed at any point.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.server("redis")
 
 
 class Ground:
-    """A key of its own on the server, and sources that read it."""
+    """A unique key on the server, and sources that read it."""
 
     def __init__(self, url: str, base: Path) -> None:
         self.url, self.base, self.key = url, base, f"t{uuid.uuid4().hex[:8]}:start_urls"
@@ -41,12 +42,12 @@ class Ground:
         every: float | None = 1.0,
         clock: Clock | None = None,
         url: str = "",
-        **said: Any,
+        **options: Any,
     ) -> RedisList:
-        spec = spec_of(f"{url or self.url}?{kind}={self.key}", name="start", every=every, **said)
+        spec = spec_of(f"{url or self.url}?{kind}={self.key}", name="start", every=every, **options)
         return open_source(spec, context(self.base, clock or Skipping(0.0)))
 
-    def aside(self) -> int:
+    def reserved(self) -> int:
         return int(self.client.hlen(f"{self.key}:penstock:start"))
 
 
@@ -70,7 +71,7 @@ async def finished(source: RedisList) -> list[Finding]:
         await source.close()
 
 
-async def test_a_list_is_taken_from_its_head_as_scrapy_redis_does_and_is_empty_afterwards(
+async def test_a_list_is_read_from_its_head_like_scrapy_redis_and_is_empty_afterwards(
     ground: Ground,
 ) -> None:
     ground.client.rpush(ground.key, *pages(0, 2500))
@@ -82,7 +83,7 @@ async def test_a_list_is_taken_from_its_head_as_scrapy_redis_does_and_is_empty_a
     found = [f for b in batches for f in b.findings]
     assert urls(found) == pages(0, 2500)
     assert len(set(ids(found))) == 2500
-    assert ground.aside() == 0
+    assert ground.reserved() == 0
     assert not ground.client.exists(ground.key)
     assert found[0].payload == {"url": pages(0, 1)[0], "_redis": {"key": ground.key, "number": 1}}
     assert source.describe(batches[2].cursor) == f"2500 taken from {ground.key}"
@@ -96,29 +97,30 @@ async def test_the_same_element_twice_is_two_events(ground: Ground) -> None:
     assert len(set(ids(found))) == 2
 
 
-async def test_what_was_moved_and_not_accepted_comes_first_and_with_the_same_ids(
+async def test_moved_unaccepted_elements_are_read_first_with_the_same_ids(
     ground: Ground,
 ) -> None:
     ground.client.rpush(ground.key, *pages(0, 5))
     source = ground.source()
     batches = source.read(None)
     first = await anext(batches)
-    assert ground.aside() == 5
-    await batches.aclose()  # the process dies before the batch is accepted
+    assert ground.reserved() == 5
+    await batches.aclose()  # the process ends before the batch is accepted
     await source.close()
     ground.client.rpush(ground.key, *pages(5, 7))
     found = await finished(ground.source())
     assert urls(found) == pages(0, 7)
     assert ids(found)[:5] == ids(first.findings)
-    assert ground.aside() == 0
+    assert ground.reserved() == 0
 
 
 @pytest.mark.parametrize("kind", ["list", "set", "zset"])
-async def test_a_reader_that_dies_anywhere_loses_and_repeats_nothing(
+async def test_every_element_is_accepted_once_although_readers_end_at_random(
     ground: Ground, kind: str
 ) -> None:
-    """Between move and acceptance, and between acceptance and forgetting: what is accepted is known
-    by its id.
+    """End readers between move and acceptance, and between acceptance and removal.
+
+    Accepted elements are recognized by their ids.
     """
     rng = random.Random(7)
     if kind == "list":
@@ -127,7 +129,7 @@ async def test_a_reader_that_dies_anywhere_loses_and_repeats_nothing(
         ground.client.sadd(ground.key, *pages(0, 6000))
     else:
         ground.client.zadd(ground.key, {url: n for n, url in enumerate(reversed(pages(0, 6000)))})
-    books: dict[str, str | None] = {}
+    ledger: dict[str, str | None] = {}
     for _ in range(40):
         source = ground.source(kind)
         batches = source.read(None)
@@ -135,17 +137,17 @@ async def test_a_reader_that_dies_anywhere_loses_and_repeats_nothing(
             batch = await anext(batches, Batch())
             if rng.random() < 0.5:
                 break  # not accepted
-            books |= {f.id: f.url for f in batch.findings}  # accepted, and perhaps never resumed
+            ledger |= {f.id: f.url for f in batch.findings}  # accepted, and perhaps never resumed
         await batches.aclose()
         await source.close()
-    books |= {f.id: f.url for f in await finished(ground.source(kind))}
-    assert len(books) == 6000
-    assert set(books.values()) == set(pages(0, 6000))
+    ledger |= {f.id: f.url for f in await finished(ground.source(kind))}
+    assert len(ledger) == 6000
+    assert set(ledger.values()) == set(pages(0, 6000))
     if kind == "zset":
-        assert list(books.values()) == pages(0, 6000), "the highest score first"
+        assert list(ledger.values()) == pages(0, 6000), "the highest score first"
 
 
-async def test_a_server_that_lost_its_keys_gives_no_old_ids_to_new_elements(ground: Ground) -> None:
+async def test_new_elements_get_new_ids_after_the_server_lost_its_counter(ground: Ground) -> None:
     ground.client.rpush(ground.key, "https://shop.test/1")
     first = await finished(ground.source())
     ground.client.delete(f"{ground.key}:penstock:start:count")
@@ -154,42 +156,41 @@ async def test_a_server_that_lost_its_keys_gives_no_old_ids_to_new_elements(grou
     assert first[0].id != second[0].id
 
 
-async def test_a_server_that_came_back_with_an_older_state_repeats_ids_and_not_events(
+async def test_a_server_restored_to_an_older_state_repeats_ids_and_adds_no_event(
     ground: Ground,
 ) -> None:
     ground.client.rpush(ground.key, *pages(0, 3))
     first = await finished(ground.source())
-    ground.client.hset(
-        f"{ground.key}:penstock:start:count", "last", 1
-    )  # as a snapshot from before the last two were taken has it
+    # The state of a backup from before the last two elements were moved.
+    ground.client.hset(f"{ground.key}:penstock:start:count", "last", 1)
     ground.client.rpush(ground.key, *pages(1, 3))
     second = await finished(ground.source())
     assert ids(second) == ids(first)[1:]
 
 
-async def test_a_server_that_is_killed_at_any_moment_loses_and_repeats_nothing(
+async def test_every_element_is_accepted_once_although_the_server_is_killed(
     ground: Ground, server: Callable[[str], Handle]
 ) -> None:
     handle = server("redis")
     ground.client.rpush(ground.key, *pages(0, 3000))
-    source, books = ground.source(), dict[str, str | None]()
+    source, ledger = ground.source(), dict[str, str | None]()
     batches = source.read(None)
     first = await anext(batches)
     await asyncio.to_thread(handle.kill)
-    books |= {f.id: f.url for f in first.findings}  # accepted, and Redis cannot be told
+    ledger |= {f.id: f.url for f in first.findings}  # accepted, and not yet removed from Redis
     with pytest.raises(SourceDown, match="Redis"):
         await anext(batches)
     with pytest.raises(SourceDown, match="Redis"):
         await anext(source.read(None))
     await asyncio.to_thread(handle.start)
     again, _ = await read(source)
-    assert ids(again)[:1000] == ids(first.findings), "they come again, and are known"
-    books |= {f.id: f.url for f in again}
-    assert list(books.values()) == pages(0, 3000)
+    assert ids(again)[:1000] == ids(first.findings), "redelivered elements are known"
+    ledger |= {f.id: f.url for f in again}
+    assert list(ledger.values()) == pages(0, 3000)
     await source.close()
 
 
-async def test_elements_may_be_json_objects_and_what_cannot_be_read_is_refused(
+async def test_elements_may_be_json_objects_and_unreadable_elements_are_refused(
     ground: Ground,
 ) -> None:
     elements: list[bytes] = [
@@ -217,7 +218,7 @@ async def test_elements_may_be_json_objects_and_what_cannot_be_read_is_refused(
     assert "asks for POST" in reasons[4]
     assert not found[6].url
     assert all(len(json.dumps(f.payload)) < 2000 for f in found)
-    assert ground.aside() == 0
+    assert ground.reserved() == 0
     await source.close()
 
 
@@ -230,11 +231,11 @@ async def test_a_batch_of_large_elements_stays_small(ground: Ground) -> None:
     await source.close()
 
 
-async def test_a_preview_moves_nothing(ground: Ground) -> None:
+async def test_a_preview_moves_no_element_and_shows_the_later_ids(ground: Ground) -> None:
     ground.client.rpush(ground.key, *pages(0, 5))
     source = ground.source()
     assert urls(list(await source.preview(None, 3))) == pages(0, 3)
-    assert (ground.client.llen(ground.key), ground.aside()) == (5, 0)
+    assert (ground.client.llen(ground.key), ground.reserved()) == (5, 0)
     batches = source.read(None)
     moved = await anext(batches)
     await batches.aclose()
@@ -242,7 +243,9 @@ async def test_a_preview_moves_nothing(ground: Ground) -> None:
     shown = await source.preview(None, 10)
     assert urls(list(shown)) == pages(0, 6)
     assert ids(list(shown))[:5] == ids(moved.findings)
-    assert ids((await read(source))[0]) == ids(list(shown)), "and its ids are those that come"
+    assert ids((await read(source))[0]) == ids(list(shown)), (
+        "the preview shows the ids of the later findings"
+    )
     await source.close()
     for kind in ("set", "zset"):
         ground.client.delete(ground.key)
@@ -254,7 +257,9 @@ async def test_a_preview_moves_nothing(ground: Ground) -> None:
         await other.close()
 
 
-async def test_without_every_it_waits_for_more_and_says_that_it_is_alive(ground: Ground) -> None:
+async def test_without_an_interval_the_source_waits_for_elements_and_sends_heartbeats(
+    ground: Ground,
+) -> None:
     source = ground.source(every=None, clock=SystemClock())
     batches = source.read(None)
     assert (await anext(batches)).idle
@@ -270,10 +275,10 @@ async def test_without_every_it_waits_for_more_and_says_that_it_is_alive(ground:
     await source.close()
 
 
-# -- what can be wrong -----------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
-async def told(source: RedisList) -> SourceDown:
+async def error_of(source: RedisList) -> SourceDown:
     with pytest.raises(SourceDown) as caught:
         await read(source)
     await source.close()
@@ -282,19 +287,23 @@ async def told(source: RedisList) -> SourceDown:
     return caught.value
 
 
-async def test_each_trouble_with_the_server_is_a_sentence_of_its_own(ground: Ground) -> None:
+async def test_wrong_type_unreachable_server_and_refused_login_have_different_errors(
+    ground: Ground,
+) -> None:
     ground.client.sadd(ground.key, "https://shop.test/1")
-    assert "is not a list" in (await told(ground.source())).message
+    assert "is not a list" in (await error_of(ground.source())).message
     assert (
         "no Redis server answers"
-        in (await told(ground.source(url="redis://127.0.0.1:9/0"))).message
+        in (await error_of(ground.source(url="redis://127.0.0.1:9/0"))).message
     )
     assert (
         "refuses the user or password"
-        in (await told(ground.source("set", username="nobody", password="hunter2"))).message
+        in (await error_of(ground.source("set", username="nobody", password="hunter2"))).message
     )
     secret = ground.url.replace("redis://", "redis://nobody:hunter2@")
-    assert "refuses the user or password" in (await told(ground.source("set", url=secret))).message
+    assert (
+        "refuses the user or password" in (await error_of(ground.source("set", url=secret))).message
+    )
 
 
 async def test_a_server_without_memory_loses_no_element(ground: Ground) -> None:
@@ -305,17 +314,17 @@ async def test_a_server_without_memory_loses_no_element(ground: Ground) -> None:
     ground.client.config_set("maxmemory-policy", "noeviction")
     ground.client.config_set("maxmemory", 1)
     try:
-        assert "maxmemory" in (await told(ground.source())).message
+        assert "maxmemory" in (await error_of(ground.source())).message
     finally:
         for name, value in before.items():
             ground.client.config_set(name, value)
     assert urls(await finished(ground.source())) == pages(0, 5)
 
 
-async def test_a_key_of_ours_that_somebody_else_uses_loses_no_element(ground: Ground) -> None:
+async def test_a_foreign_value_in_a_key_of_penstock_loses_no_element(ground: Ground) -> None:
     ground.client.rpush(ground.key, *pages(0, 2))
     ground.client.set(f"{ground.key}:penstock:start:count", "mine")
-    await told(ground.source())
+    await error_of(ground.source())
     assert ground.client.llen(ground.key) == 2
 
 
@@ -328,24 +337,24 @@ async def test_a_key_of_ours_that_somebody_else_uses_loses_no_element(ground: Gr
         ({"loading": "1"}, "is loading"),
     ],
 )
-def test_a_server_that_cannot_be_read_is_told(facts: dict[str, str], says: str) -> None:
+def test_an_unsuitable_server_is_refused_with_its_reason(facts: dict[str, str], says: str) -> None:
     with pytest.raises(Exception, match=says):
         UserServer("redis://localhost", evictable=False).judge(facts)
 
 
-def test_how_long_a_server_remembers_is_its_owners_decision() -> None:
+def test_a_server_without_durability_is_accepted_as_a_source() -> None:
     UserServer("redis://localhost", evictable=False).judge(
         {"redis_version": "7.0.1", "aof_enabled": "0", "maxmemory_policy": "allkeys-lru"}
     )
 
 
-async def test_there_are_no_positions(ground: Ground) -> None:
+async def test_setting_a_position_of_a_redis_list_is_refused(ground: Ground) -> None:
     source = ground.source()
     with pytest.raises(UsageError, match="has no positions"):
         await source.place("end")
 
 
-async def test_a_password_may_come_from_the_environment_and_the_documented_rights_are_enough(
+async def test_a_password_can_come_from_the_environment_and_documented_rights_suffice(
     ground: Ground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match="SHOP_REDIS, which is not set"):
@@ -353,8 +362,8 @@ async def test_a_password_may_come_from_the_environment_and_the_documented_right
     user = f"u{uuid.uuid4().hex[:8]}"
     monkeypatch.setenv("SHOP_REDIS", "h@nter:2/%")
     ground.client.rpush(ground.key, *pages(0, 2))
-    said = (Path(__file__).parents[2] / "docs/sources/redis.md").read_text("utf-8")
-    needed = re.findall(r"\+[a-z]+", said.rpartition("`~KEY*` and")[2])
+    text = (Path(__file__).parents[2] / "docs/sources/redis.md").read_text("utf-8")
+    needed = re.findall(r"\+[a-z]+", text.rpartition("`~KEY*` and")[2])
     assert len(needed) > 15
     ground.client.acl_setuser(
         user, enabled=True, passwords=["+h@nter:2/%"], keys=[ground.key + "*"], commands=needed
@@ -373,12 +382,12 @@ async def test_a_password_may_come_from_the_environment_and_the_documented_right
         ("redis://:hunter2@localhost/0", "has no list"),
         ("redis://:hunter2@localhost/0?list=", "has no list"),
         ("redis://:hunter2@localhost/0?list=a&set=b", "has more than one list"),
-        ("redis://:hunter2@localhost/x?list=a", "which is no number"),
-        ("rediss://:hunter2@localhost/0?list=a&ssl_ca_certs=/nowhere", "which is no file"),
-        ("redis://:hunter2@localhost/0?list=a&lits=b", "not known"),
+        ("redis://:hunter2@localhost/x?list=a", "which is not a number"),
+        ("rediss://:hunter2@localhost/0?list=a&ssl_ca_certs=/nowhere", "which is not a file"),
+        ("redis://:hunter2@localhost/0?list=a&lits=b", "unknown option"),
     ],
 )
-def test_a_mistyped_url_is_a_sentence_without_the_password(
+def test_an_invalid_url_is_an_error_that_does_not_show_the_password(
     tmp_path: Path, url: str, says: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -1,5 +1,6 @@
-"""Seed lists: what grows is read on, what was replaced is read anew, what cannot be read is told,
-and a restart repeats ids and not events.
+"""Seed lists: appended lines are read, a replaced list is read from its start.
+
+Unreadable lines are refused, and a restart repeats ids and adds no event.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from penstock.sources.seeds.source import Seeds, open_source
 from penstock.stores.s3 import bucket_at
 
 
-def source(base: Path, url: str, **said: Any) -> Seeds:
-    return open_source(spec_of(url, **said), context(base, Skipping(time.time())))
+def source(base: Path, url: str, **options: Any) -> Seeds:
+    return open_source(spec_of(url, **options), context(base, Skipping(time.time())))
 
 
 def lines(start: int, stop: int) -> str:
@@ -69,7 +70,7 @@ async def test_a_text_list_is_a_url_a_line_without_comments_and_blank_lines(tmp_
     assert again == []
 
 
-async def test_csv_has_its_columns_by_the_header_and_records_over_several_lines(
+async def test_csv_columns_come_from_the_header_and_a_record_may_span_lines(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "list.csv").write_bytes(
@@ -85,7 +86,7 @@ async def test_csv_has_its_columns_by_the_header_and_records_over_several_lines(
     }
 
 
-async def test_csv_without_a_header_has_the_columns_it_is_said_to_have(tmp_path: Path) -> None:
+async def test_csv_without_a_header_has_the_configured_columns(tmp_path: Path) -> None:
     (tmp_path / "list").write_text("1,https://shop.test/1\n2,https://shop.test/2\n")
     found, _ = await read(source(tmp_path, "seeds:list", format="csv", columns=["sku", "url"]))
     assert [(f.url, f.payload["sku"]) for f in found] == [
@@ -94,13 +95,13 @@ async def test_csv_without_a_header_has_the_columns_it_is_said_to_have(tmp_path:
     ]
 
 
-async def test_json_lines_are_the_payload(tmp_path: Path) -> None:
+async def test_a_json_line_becomes_the_payload_of_a_finding(tmp_path: Path) -> None:
     (tmp_path / "list.ndjson").write_text(
         '{"link": "https://shop.test/1", "rank": "high"}\n"https://shop.test/2"\n'
     )
-    said = source(tmp_path, "seeds:list.ndjson", map={"url": "link || url", "priority": "rank"})
-    found, _ = await read(said)
-    mapping = Mapping(said.spec)
+    seeds = source(tmp_path, "seeds:list.ndjson", map={"url": "link || url", "priority": "rank"})
+    found, _ = await read(seeds)
+    mapping = Mapping(seeds.spec)
     events = [mapping.event(f) for f in found]
     assert [(e.url, e.priority) for e in events if e] == [
         ("https://shop.test/1", 0),
@@ -109,7 +110,7 @@ async def test_json_lines_are_the_payload(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "said"), [("urls.txt.gz", {}), ("urls", {"format": "txt.gz"})])
-async def test_gzip_is_read_as_it_is_unpacked_and_on_from_its_offset(
+async def test_a_gzip_list_is_decompressed_and_continued_at_its_offset(
     tmp_path: Path, name: str, said: dict[str, Any]
 ) -> None:
     members = (
@@ -118,7 +119,7 @@ async def test_gzip_is_read_as_it_is_unpacked_and_on_from_its_offset(
         + b"\0" * 512
     )
     (tmp_path / name).write_bytes(members)
-    first, cursor = await read(source(tmp_path, f"seeds:{name}", **said), most=1)
+    first, cursor = await read(source(tmp_path, f"seeds:{name}", **said), max_batches=1)
     assert len(first) == BATCH
     second, _ = await read(source(tmp_path, f"seeds:{name}", **said), cursor)
     assert urls(first + second) == expected(0, 3000)
@@ -127,7 +128,7 @@ async def test_gzip_is_read_as_it_is_unpacked_and_on_from_its_offset(
 # -- lines that cannot be read ---------------------------------------------------------------------
 
 
-async def test_what_cannot_be_read_is_refused_with_its_reason_and_the_rest_goes_on(
+async def test_an_unreadable_line_is_refused_with_its_reason_and_the_rest_is_read(
     tmp_path: Path,
 ) -> None:
     long = b"x" * 5000
@@ -140,8 +141,8 @@ async def test_what_cannot_be_read_is_refused_with_its_reason_and_the_rest_goes_
     (tmp_path / "c.csv").write_bytes(
         b'url,sku\nhttps://shop.test/4,1,2\n"https://shop.test/5,1\nhttps://shop.test/6,1\n'
     )
-    said = source(tmp_path, "seeds:*.*", max_line=4096)
-    found, cursor = await read(said)
+    seeds = source(tmp_path, "seeds:*.*", max_line=4096)
+    found, cursor = await read(seeds)
     reasons = dict(wrong(found))
     assert reasons["a.txt:2"] == "the line is not UTF-8"
     assert (
@@ -152,15 +153,15 @@ async def test_what_cannot_be_read_is_refused_with_its_reason_and_the_rest_goes_
     assert "no JSON" in reasons["b.jsonl:4"]
     assert reasons["c.csv:2"] == "the line has 3 fields, the header 2"
     assert "never closed" in reasons["c.csv:3"]
-    mapping = Mapping(said.spec)
+    mapping = Mapping(seeds.spec)
     events = [mapping.event(f) for f in found if not f.refused]
     assert [e.url for e in events if e] == [f"https://shop.test/{n}" for n in (1, 2, 3, 6)]
     assert all(json.dumps(f.payload) for f in found)
-    assert (await read(said, cursor))[0] == []
+    assert (await read(seeds, cursor))[0] == []
 
 
 @pytest.mark.parametrize("seed", range(5))
-async def test_any_bytes_make_findings_that_are_whole_however_they_are_divided(
+async def test_any_bytes_give_the_same_findings_for_any_chunk_size(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(seed)
@@ -182,22 +183,22 @@ async def test_any_bytes_make_findings_that_are_whole_however_they_are_divided(
     for name in ("a.txt", "a.csv", "a.jsonl"):
         (tmp_path / name).write_bytes(body)
         monkeypatch.setattr("penstock.sources.seeds.source.lines.CHUNK", 1 << 20)
-        whole, _ = await read(source(tmp_path, f"seeds:{name}", max_line=2000))
+        complete, _ = await read(source(tmp_path, f"seeds:{name}", max_line=2000))
         monkeypatch.setattr("penstock.sources.seeds.source.lines.CHUNK", rng.randrange(500, 5000))
         parts: list[Finding] = []
         cursor: bytes | None = None
         while True:
             some, cursor = await read(
-                source(tmp_path, f"seeds:{name}", max_line=2000), cursor, most=1
+                source(tmp_path, f"seeds:{name}", max_line=2000), cursor, max_batches=1
             )
             if not some:
                 break
             parts += some
-        assert parts == whole
-        assert len(set(ids(whole))) == len(whole) > 100
+        assert parts == complete
+        assert len(set(ids(complete))) == len(complete) > 100
 
 
-async def test_a_gzip_that_is_cut_damaged_or_a_bomb_is_one_refusal_and_no_end_of_the_source(
+async def test_a_truncated_damaged_or_hostile_gzip_is_one_refusal_and_others_are_read(
     tmp_path: Path,
 ) -> None:
     good = gzip.compress(lines(0, 500).encode())
@@ -207,11 +208,11 @@ async def test_a_gzip_that_is_cut_damaged_or_a_bomb_is_one_refusal_and_no_end_of
     (tmp_path / "d.txt.gz").write_bytes(gzip.compress(b"\n" * (2 << 20)))
     (tmp_path / "e.txt").write_text("https://shop.test/good\n")
     found, cursor = await read(source(tmp_path, "seeds:*", max_size="3MiB"))
-    said = " ".join(f.refused for f in found)
-    assert "ends in the middle" in said
-    assert "damaged" in said
-    assert "more than 3145728 bytes" in said
-    assert "d.txt.gz" not in said
+    reasons = " ".join(f.refused for f in found)
+    assert "ends in the middle" in reasons
+    assert "damaged" in reasons
+    assert "more than 3145728 bytes" in reasons
+    assert "d.txt.gz" not in reasons
     assert found[-1].url == "https://shop.test/good"
     found, _ = await read(source(tmp_path, "seeds:c.txt.gz"))
     assert "more than 250 times as large" in found[-1].refused
@@ -225,7 +226,7 @@ async def test_a_gzip_that_is_cut_damaged_or_a_bomb_is_one_refusal_and_no_end_of
 # -- growth, replacement, restart ------------------------------------------------------------------
 
 
-async def test_a_list_that_grew_is_read_on_and_its_old_part_keeps_its_ids(tmp_path: Path) -> None:
+async def test_appended_lines_are_read_and_the_old_lines_keep_their_ids(tmp_path: Path) -> None:
     path = tmp_path / "urls.txt"
     path.write_text(lines(0, 10))
     old, cursor = await read(source(tmp_path, "seeds:urls.txt"))
@@ -233,12 +234,12 @@ async def test_a_list_that_grew_is_read_on_and_its_old_part_keeps_its_ids(tmp_pa
         file.write(lines(10, 15))
     new, cursor = await read(source(tmp_path, "seeds:urls.txt"), cursor)
     assert urls(new) == expected(10, 15)
-    whole, _ = await read(source(tmp_path, "seeds:urls.txt"))
-    assert ids(whole) == ids(old + new)
+    complete, _ = await read(source(tmp_path, "seeds:urls.txt"))
+    assert ids(complete) == ids(old + new)
     assert (await read(source(tmp_path, "seeds:urls.txt"), cursor))[0] == []
 
 
-async def test_a_copy_of_the_same_content_is_no_other_list(tmp_path: Path) -> None:
+async def test_a_list_replaced_by_a_copy_of_its_content_is_not_read_again(tmp_path: Path) -> None:
     path = tmp_path / "urls.txt"
     path.write_text(lines(0, 10))
     _, cursor = await read(source(tmp_path, "seeds:urls.txt"))
@@ -258,7 +259,7 @@ async def test_a_copy_of_the_same_content_is_no_other_list(tmp_path: Path) -> No
     [lines(0, 9), lines(20, 30), lines(0, 5) + lines(20, 21) + lines(6, 12), lines(1, 3)],
     ids=["shorter", "same size", "longer", "tiny"],
 )
-async def test_a_list_that_was_replaced_is_read_from_its_beginning_with_other_ids(
+async def test_a_replaced_list_is_read_from_its_start_with_new_ids(
     tmp_path: Path, body: str
 ) -> None:
     path = tmp_path / "urls.txt"
@@ -275,7 +276,7 @@ async def test_a_list_that_was_replaced_is_read_from_its_beginning_with_other_id
     assert not set(ids(third)) & set(ids(new + old))
 
 
-async def test_a_long_list_that_grows_is_not_read_again_but_a_changed_one_is(
+async def test_a_long_list_that_grows_is_continued_and_a_changed_one_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.sources.seeds.object_reader.MAX_VERIFIED", 1000)
@@ -291,7 +292,7 @@ async def test_a_long_list_that_grows_is_not_read_again_but_a_changed_one_is(
     assert urls(new) == expected(1, 1100)
 
 
-async def test_a_reader_that_ends_anywhere_goes_on_from_its_position_and_repeats_only_ids(
+async def test_a_reader_that_ends_at_any_batch_continues_at_its_cursor(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "a.csv").write_text(
@@ -299,8 +300,8 @@ async def test_a_reader_that_ends_anywhere_goes_on_from_its_position_and_repeats
     )
     (tmp_path / "b.txt").write_text(lines(2500, 4000))
     (tmp_path / "c.txt.gz").write_bytes(gzip.compress(lines(4000, 6500).encode()))
-    whole, _ = await read(source(tmp_path, "seeds:*"))
-    assert urls(whole) == expected(0, 6500)
+    complete, _ = await read(source(tmp_path, "seeds:*"))
+    assert urls(complete) == expected(0, 6500)
     accepted: dict[str, str | None] = {}
     cursor: bytes | None = None
     for _ in range(20):
@@ -308,26 +309,26 @@ async def test_a_reader_that_ends_anywhere_goes_on_from_its_position_and_repeats
         batch = await anext(batches)
         accepted |= {f.id: f.url for f in batch.findings}
         cursor = batch.cursor or cursor
-        lost = await anext(batches, None)  # yielded, and never accepted: the process dies here
+        lost = await anext(batches, None)  # yielded and never accepted: the process ends here
         assert lost is None or all(f.id not in accepted for f in lost.findings)
         await batches.aclose()
     assert list(accepted.values()) == expected(0, 6500)
-    assert list(accepted) == ids(whole)
+    assert list(accepted) == ids(complete)
 
 
 # -- a last line without an end --------------------------------------------------------------------
 
 
-async def test_the_last_line_of_a_file_that_is_being_written_waits_for_its_end(
+async def test_an_incomplete_last_line_of_a_growing_file_is_read_when_it_is_complete(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "in" / "urls.txt"
     path.parent.mkdir()
     path.write_text("https://shop.test/1\nhttps://shop.te")
-    clock = Skipping(path.stat().st_mtime)  # it was written just now, however long ago that is
-    said = open_source(spec_of("seeds:in"), context(tmp_path, clock))
-    assert said.every == 5.0
-    batches = said.read(None)
+    clock = Skipping(path.stat().st_mtime)  # the clock starts at the time of the last write
+    seeds = open_source(spec_of("seeds:in"), context(tmp_path, clock))
+    assert seeds.every == 5.0
+    batches = seeds.read(None)
     found: list[Finding] = []
     cursor: bytes | None = None
     async for batch in batches:
@@ -338,12 +339,12 @@ async def test_the_last_line_of_a_file_that_is_being_written_waits_for_its_end(
         found += batch.findings
         cursor = batch.cursor or cursor
     assert urls(found) == ["https://shop.test/1", "https://shop.test/2"]
-    rest, cursor = await read(said, cursor)  # nothing was written since
+    rest, cursor = await read(seeds, cursor)  # the file did not change since then
     assert urls(rest) == ["https://shop.test/3"]
-    assert (await read(said, cursor))[0] == []
+    assert (await read(seeds, cursor))[0] == []
 
 
-async def test_a_last_line_that_was_taken_without_its_end_is_no_other_event_when_the_end_comes(
+async def test_a_last_line_keeps_its_id_when_its_newline_is_written_later(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "urls.txt"
@@ -352,19 +353,19 @@ async def test_a_last_line_that_was_taken_without_its_end_is_no_other_event_when
     path.write_text("https://shop.test/1\nhttps://shop.test/2\n")
     second, _ = await read(source(tmp_path, "seeds:urls.txt"), cursor)
     assert urls(second) == ["https://shop.test/1", "https://shop.test/2"]
-    assert ids(second)[0] == ids(first)[0], "the same cause, the same id: the books know it"
+    assert ids(second)[0] == ids(first)[0], "the same cause has the same id, which the ledger knows"
 
 
 # -- directories -----------------------------------------------------------------------------------
 
 
-async def test_a_directory_gives_its_new_files_and_passes_over_what_is_not_ready(
+async def test_a_directory_source_reads_new_files_and_skips_unfinished_ones(
     tmp_path: Path,
 ) -> None:
     inbox = tmp_path / "inbox"
     (inbox / "done").mkdir(parents=True)
-    said = source(tmp_path, "seeds:inbox/")
-    _, cursor = await read(said)
+    seeds = source(tmp_path, "seeds:inbox/")
+    _, cursor = await read(seeds)
     for name in (
         "a.txt",
         ".hidden.txt",
@@ -376,15 +377,15 @@ async def test_a_directory_gives_its_new_files_and_passes_over_what_is_not_ready
         "g.txt.1",
     ):
         (inbox / name).write_text(f"https://shop.test/{name}\n")
-    found, cursor = await read(said, cursor)
+    found, cursor = await read(seeds, cursor)
     assert urls(found) == ["https://shop.test/a.txt"]
     (inbox / "b.txt.part").rename(inbox / "b.txt")
-    found, cursor = await read(said, cursor)
+    found, cursor = await read(seeds, cursor)
     assert urls(found) == ["https://shop.test/b.txt.part"]
-    assert said.describe(cursor) == "at the end of b.txt, 2 lists in all"
+    assert seeds.describe(cursor) == "at the end of b.txt, 2 lists in all"
 
 
-async def test_a_name_may_be_any_bytes(tmp_path: Path) -> None:
+async def test_a_file_name_may_contain_any_bytes(tmp_path: Path) -> None:
     with open(os.fsencode(tmp_path) + b"/\xff a\n.txt", "w") as file:
         file.write(lines(0, 1) + "\xff\n")
     os.symlink("/etc/passwd", os.fsencode(tmp_path) + b"/\xfe.txt")
@@ -404,7 +405,7 @@ async def test_many_small_files_share_a_batch(tmp_path: Path) -> None:
     assert urls(batches[0].findings) == expected(0, 300)
 
 
-async def test_a_link_that_leads_out_is_refused_and_one_that_stays_is_followed(
+async def test_a_link_out_of_the_directory_is_refused_and_a_link_inside_is_followed(
     tmp_path: Path,
 ) -> None:
     inbox = tmp_path / "inbox"
@@ -420,7 +421,7 @@ async def test_a_link_that_leads_out_is_refused_and_one_that_stays_is_followed(
     assert urls(found) == expected(1, 3)
 
 
-async def test_a_directory_that_a_glob_reaches_by_a_link_that_leads_out_is_refused(
+async def test_a_glob_does_not_follow_a_directory_link_out_of_its_root(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "lists" / "de").mkdir(parents=True)
@@ -434,7 +435,9 @@ async def test_a_directory_that_a_glob_reaches_by_a_link_that_leads_out_is_refus
     assert urls(found) == expected(1, 2)
 
 
-async def test_what_cannot_be_read_is_named_and_the_others_go_on(tmp_path: Path) -> None:
+async def test_an_unreadable_file_is_named_in_the_error_and_the_others_are_read(
+    tmp_path: Path,
+) -> None:
     for n in range(3):
         (tmp_path / f"{n}.txt").write_text(lines(n, n + 1))
     (tmp_path / "1.txt").unlink()
@@ -447,16 +450,18 @@ async def test_what_cannot_be_read_is_named_and_the_others_go_on(tmp_path: Path)
     assert urls(found) == [*expected(0, 1), *expected(2, 3)]
 
 
-async def down(said: Seeds, found: list[Finding]) -> SourceDown:
+async def down(seeds: Seeds, found: list[Finding]) -> SourceDown:
     try:
-        async for batch in said.read(None):
+        async for batch in seeds.read(None):
             found += batch.findings
     except SourceDown as e:
         return e
-    pytest.fail("nothing was wrong with it")
+    pytest.fail("the source raised no error")
 
 
-async def test_a_list_without_the_column_is_named_and_nothing_of_it_is_lost(tmp_path: Path) -> None:
+async def test_a_list_without_the_column_is_an_error_and_is_read_after_the_fix(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "a.csv").write_text("sku,link\n1,https://shop.test/1\n")
     with pytest.raises(SourceDown, match=r"a\.csv has no column 'url', it has sku, link"):
         await read(source(tmp_path, "seeds:a.csv"))
@@ -464,12 +469,12 @@ async def test_a_list_without_the_column_is_named_and_nothing_of_it_is_lost(tmp_
     assert urls(found) == ["https://shop.test/1"]
 
 
-async def test_a_missing_directory_is_a_sentence(tmp_path: Path) -> None:
+async def test_a_missing_directory_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SourceDown, match="inbox/ cannot be read: no such file"):
         await read(source(tmp_path, "seeds:inbox/"))
 
 
-def test_the_position_stays_small_and_forgets_what_has_long_been_gone() -> None:
+def test_the_cursor_stays_small_and_drops_objects_that_vanished_long_ago() -> None:
     marks = ObjectPositions()
     for n in range(50_000):
         marks.put(
@@ -482,20 +487,20 @@ def test_the_position_stays_small_and_forgets_what_has_long_been_gone() -> None:
     assert marks.get("0.txt") is None
 
 
-async def test_a_position_of_another_version_is_told() -> None:
+async def test_a_cursor_of_another_version_is_an_error() -> None:
     with pytest.raises(SourceDown, match="has a format that this version does not know"):
         ObjectPositions(b"rubbish")
 
 
-# -- what people ask for ---------------------------------------------------------------------------
+# -- commands --------------------------------------------------------------------------------------
 
 
-async def test_a_preview_shows_what_comes_next_and_changes_nothing(tmp_path: Path) -> None:
+async def test_a_preview_shows_the_next_lines_with_their_later_ids(tmp_path: Path) -> None:
     (tmp_path / "urls.txt").write_text(lines(0, 5))
-    said = source(tmp_path, "seeds:urls.txt")
-    shown = await said.preview(None, 3)
+    seeds = source(tmp_path, "seeds:urls.txt")
+    shown = await seeds.preview(None, 3)
     assert urls(list(shown)) == expected(0, 3)
-    assert ids((await read(said))[0])[:3] == ids(list(shown))
+    assert ids((await read(seeds))[0])[:3] == ids(list(shown))
 
 
 @pytest.mark.parametrize(
@@ -508,28 +513,28 @@ async def test_a_preview_shows_what_comes_next_and_changes_nothing(tmp_path: Pat
         ("c.txt:9", []),
     ],
 )
-async def test_a_position_is_the_end_a_list_or_a_line_of_it(
+async def test_a_position_can_be_the_end_a_list_or_a_line(
     tmp_path: Path, to: str, reads: list[str]
 ) -> None:
     (tmp_path / "a.txt").write_text("a1\n# x\n\na2\n")
     (tmp_path / "b.csv").write_text("url\nb1\nb2\n")
     (tmp_path / "c.txt").write_text("c1")
-    said = source(tmp_path, "seeds:./")
-    cursor = await said.place(to)
-    found, _ = await read(said, cursor)
+    seeds = source(tmp_path, "seeds:./")
+    cursor = await seeds.place(to)
+    found, _ = await read(seeds, cursor)
     assert urls(found) == reads
-    whole, _ = await read(said)
-    assert set(ids(found)) <= set(ids(whole))
+    complete, _ = await read(seeds)
+    assert set(ids(found)) <= set(ids(complete))
     with pytest.raises(UsageError, match=r"has no list 'b\.cvs'"):
-        await said.place("b.cvs:2")
+        await seeds.place("b.cvs:2")
 
 
-async def test_a_line_number_is_enough_where_there_is_one_list(tmp_path: Path) -> None:
+async def test_a_line_number_is_a_position_if_there_is_one_list(tmp_path: Path) -> None:
     (tmp_path / "urls.txt").write_text(lines(0, 5))
-    said = source(tmp_path, "seeds:urls.txt")
-    cursor = await said.place("4")
-    assert said.describe(cursor) == "before line 4 of urls.txt"
-    assert urls((await read(said, cursor))[0]) == expected(3, 5)
+    seeds = source(tmp_path, "seeds:urls.txt")
+    cursor = await seeds.place("4")
+    assert seeds.describe(cursor) == "before line 4 of urls.txt"
+    assert urls((await read(seeds, cursor))[0]) == expected(3, 5)
 
 
 @pytest.mark.parametrize(
@@ -547,7 +552,7 @@ async def test_a_line_number_is_enough_where_there_is_one_list(tmp_path: Path) -
         ("seeds+s3://b/x?key=hunter2", {}, "half of its credentials"),
     ],
 )
-def test_a_mistake_is_a_sentence_with_a_next_step(
+def test_an_invalid_declaration_is_an_error_with_a_hint(
     tmp_path: Path, url: str, said: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -580,7 +585,7 @@ MILLION = """
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["urls.txt", "urls.txt.gz"])
-def test_a_million_lines_take_no_more_memory_than_a_few(tmp_path: Path, name: str) -> None:
+def test_a_list_of_a_million_lines_is_read_with_bounded_memory(tmp_path: Path, name: str) -> None:
     body = "".join(
         f"https://shop.test/category/{n % 97}/product/{n}?ref=seed-list\n" for n in range(1_000_000)
     ).encode()
@@ -599,7 +604,7 @@ def test_a_million_lines_take_no_more_memory_than_a_few(tmp_path: Path, name: st
 
 
 class Endless:
-    """A line without an end, as long as anybody reads."""
+    """An object with one endless line."""
 
     found = SeedObject(name="x", path="x", stamp=b"", size=1 << 40, at=0.0)
 
@@ -610,14 +615,14 @@ class Endless:
         return None
 
 
-def test_a_line_without_an_end_is_not_kept() -> None:
+def test_an_endless_line_is_read_with_bounded_memory() -> None:
     caps = SizeLimits(1000, 1 << 40, 100.0)
     read_ = Lines(Stream(Endless(), caps, gzip=False), caps, delimiter=None)
     for _ in range(50):
         read_.budget = 4
         assert read_.record() is None
         assert len(read_._data) <= 2 << 20
-    assert read_.position == (0, 1, 0), "reading goes on before it another time"
+    assert read_.position == (0, 1, 0), "the position stays before the line"
 
 
 # -- S3 --------------------------------------------------------------------------------------------
@@ -633,7 +638,7 @@ def put(url: str, name: str, body: bytes) -> None:
 
 
 @pytest.mark.server("s3")
-async def test_objects_under_a_prefix_are_lists_and_each_version_is_read_once(
+async def test_objects_under_an_s3_prefix_are_lists_and_each_version_is_read_once(
     tmp_path: Path, place: str
 ) -> None:
     put(place, "a.txt", lines(0, 1500).encode())
@@ -641,26 +646,26 @@ async def test_objects_under_a_prefix_are_lists_and_each_version_is_read_once(
     put(place, "c.txt.tmp", b"https://shop.test/c\n")
     put(place, "empty.txt", b"")
     put(place, "e.bin", b"https://shop.test/e\n")
-    said = source(tmp_path, "seeds+" + place)
-    assert said.every == 60.0
-    first, cursor = await read(said, most=1)
+    seeds = source(tmp_path, "seeds+" + place)
+    assert seeds.every == 60.0
+    first, cursor = await read(seeds, max_batches=1)
     assert urls(first) == expected(0, 1000)
     second, cursor = await read(source(tmp_path, "seeds+" + place), cursor)
     assert urls(second) == [*expected(1000, 1500), "https://shop.test/b"]
-    assert (await read(said, cursor))[0] == []
-    assert ids((await read(said))[0]) == ids(first + second)
+    assert (await read(seeds, cursor))[0] == []
+    assert ids((await read(seeds))[0]) == ids(first + second)
     put(place, "a.txt", lines(0, 2).encode())
-    third, cursor = await read(said, cursor)
+    third, cursor = await read(seeds, cursor)
     assert urls(third) == expected(0, 2)
     assert not set(ids(third)) & set(ids(first))
     put(place, "a.txt", lines(0, 1500).encode())
-    assert set(ids((await read(said, cursor))[0])) == set(ids(first + second)[:1500]), (
+    assert set(ids((await read(seeds, cursor))[0])) == set(ids(first + second)[:1500]), (
         "the same version again, the same ids"
     )
 
 
 @pytest.mark.server("s3")
-async def test_one_object_or_the_beginning_of_a_name_is_a_prefix_too(
+async def test_an_s3_url_may_name_one_object_or_the_start_of_a_name(
     tmp_path: Path, place: str
 ) -> None:
     for name in ("list-1.txt", "list-2.txt", "list.txt", "zoo.txt", "list-1.txt.bak"):
@@ -680,33 +685,32 @@ async def test_one_object_or_the_beginning_of_a_name_is_a_prefix_too(
 
 
 @pytest.mark.server("s3")
-async def test_an_object_that_is_replaced_while_it_is_read_is_read_anew_in_the_next_round(
+async def test_an_object_replaced_during_reading_is_read_again_in_the_next_round(
     tmp_path: Path, place: str
 ) -> None:
     put(place, "a.txt", lines(0, 100_000).encode())
-    said = source(tmp_path, "seeds+" + place)
+    seeds = source(tmp_path, "seeds+" + place)
     found: list[Finding] = []
     cursor: bytes | None = None
-    async for batch in said.read(None):
+    async for batch in seeds.read(None):
         if not found:
             put(place, "a.txt", lines(5, 6).encode())
         found += batch.findings
         cursor = batch.cursor or cursor
     assert len(found) < 100_000
-    assert urls((await read(said, cursor))[0]) == expected(5, 6)
+    assert urls((await read(seeds, cursor))[0]) == expected(5, 6)
     put(place, "a.txt", lines(0, 100_000).encode())
     once = source(tmp_path, "seeds+" + place.replace("/in/?", "/in/a.txt?"))
     batches = once.read(None)
     await anext(batches)
     put(place, "a.txt", lines(5, 6).encode())
-    with pytest.raises(
-        SourceDown, match="was replaced while it was read"
-    ):  # else nobody would look again
+    # Without the error, a source without an interval would not be read again.
+    with pytest.raises(SourceDown, match="was replaced while it was read"):
         [batch async for batch in batches]
 
 
 @pytest.mark.server("s3")
-async def test_a_bucket_that_is_not_there_and_a_server_that_is_away_are_sentences(
+async def test_a_missing_bucket_and_an_unreachable_server_have_different_errors(
     tmp_path: Path, place: str, server: Callable[[str], Handle]
 ) -> None:
     missing = place.replace("s3://penstock/", "s3://nosuch/")
@@ -719,22 +723,22 @@ async def test_a_bucket_that_is_not_there_and_a_server_that_is_away_are_sentence
 
 
 @pytest.mark.server("s3")
-async def test_a_server_that_goes_away_in_the_middle_of_an_object_is_told_and_the_object_read_on(
+async def test_an_outage_inside_an_object_is_an_error_and_the_object_is_continued(
     tmp_path: Path, place: str, server: Callable[[str], Handle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.sources.seeds.source.lines.CHUNK", 20_000)
     put(place, "a.txt", lines(0, 10_000).encode())
     put(place, "b.txt", lines(10_000, 10_001).encode())
-    said = source(tmp_path, "seeds+" + place)
-    batches = said.read(None)
+    seeds = source(tmp_path, "seeds+" + place)
+    batches = seeds.read(None)
     first = await anext(batches)
     with monkeypatch.context() as broken:
         broken.setattr(
-            said._place,
+            seeds._place,
             "_bucket",
             bucket_at(place.replace(str(server("s3").port), "9"), whole=True)[0],
         )
         with pytest.raises(SourceDown, match="cannot be reached"):
             [batch async for batch in batches]
-    rest, _ = await read(said, first.cursor)
+    rest, _ = await read(seeds, first.cursor)
     assert urls([*first.findings, *rest]) == expected(0, 10_001)

@@ -1,5 +1,6 @@
-"""Sitemaps of every form and size: what is new, changed or gone is told once, a failed part never
-looks like removals, and nothing hostile gets far.
+"""Sitemaps of every format: each new, changed or removed URL is one finding.
+
+A failed child sitemap causes no removals, and a hostile document is an error.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.sources.web_rig import Looks, looking, run
+from tests.sources.web_rig import PolledSource, polled_source, run
 
 from penstock.errors import ConfigError, SourceDown
 from penstock.model import Failure, mint
@@ -57,13 +58,13 @@ FORMS = {
 
 
 @pytest.mark.parametrize("body", FORMS.values(), ids=FORMS)
-def test_every_form_gives_the_same_entry(body: bytes) -> None:
+def test_every_format_gives_the_same_entry(body: bytes) -> None:
     found = parse(body, HERE)
     assert found.kind == "urlset"
     assert [e.loc for e in found.entries] == ["http://shop.test/1"]
 
 
-def test_an_entry_has_all_that_its_extensions_say() -> None:
+def test_an_entry_has_the_values_of_its_extensions() -> None:
     more = """<changefreq>daily</changefreq><priority>0.8</priority><image:image><image:loc>http://cdn.test/a.jpg</image:loc></image:image>
         <image:image><image:loc>http://cdn.test/b.jpg</image:loc><image:title>B</image:title></image:image>
         <news:news><news:publication><news:name>The Weir</news:name></news:publication><news:title>Flood &amp; ebb</news:title>
@@ -87,7 +88,7 @@ def test_an_index_has_children_and_no_entries() -> None:
     ]
 
 
-def test_bad_entries_are_left_out_and_counted() -> None:
+def test_invalid_entries_are_left_out_and_counted() -> None:
     bad = [
         "<url/>",
         url(""),
@@ -105,11 +106,11 @@ def test_bad_entries_are_left_out_and_counted() -> None:
         HERE,
     )
     assert [e.loc for e in found.entries] == ["http://shop.test/1", "http://shop.test/2?a=1&b=2"]
-    assert sum(found.left_out.values()) == 6  # the five, and a lastmod
+    assert sum(found.left_out.values()) == 6  # five entries and a lastmod
     assert found.left_out["no loc"] == 2
 
 
-def test_more_than_fifty_thousand_are_left_out() -> None:
+def test_entries_beyond_fifty_thousand_are_left_out_and_counted() -> None:
     found = parse(urlset(*(url(f"http://shop.test/{n}") for n in range(50_002))), HERE)
     assert len(found.entries) == 50_000
     assert sum(found.left_out.values()) == 2
@@ -153,7 +154,9 @@ NO_SITEMAP = {
 
 
 @pytest.mark.parametrize(("body", "reason"), NO_SITEMAP.values(), ids=NO_SITEMAP)
-def test_what_is_no_sitemap_is_refused_with_its_reason(body: bytes, reason: str) -> None:
+def test_a_document_that_is_not_a_sitemap_is_refused_with_its_reason(
+    body: bytes, reason: str
+) -> None:
     with pytest.raises(SitemapError, match=reason):
         parse(body, HERE)
 
@@ -180,7 +183,7 @@ PIECES = [
     st.lists(st.tuples(st.integers(0, 10**6), st.binary(max_size=3)), max_size=6),
 )
 @settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
-def test_any_bytes_are_a_sitemap_or_a_sitemap_error(
+def test_any_bytes_are_parsed_or_raise_a_sitemap_error(
     pieces: list[bytes], edits: list[tuple[int, bytes]]
 ) -> None:
     body = bytearray(b"".join(pieces))
@@ -197,7 +200,7 @@ def test_any_bytes_are_a_sitemap_or_a_sitemap_error(
 
 
 class Site:
-    """Documents that can be edited, with ETags; what is missing is 404."""
+    """Editable documents with ETags. A missing document is 404."""
 
     def __init__(self, **documents: bytes | int) -> None:
         self.documents = {f"/{name.replace('_', '.')}": body for name, body in documents.items()}
@@ -214,7 +217,7 @@ class Site:
         return answer
 
 
-def told(findings: list[Finding]) -> list[tuple[str, str]]:
+def changes(findings: list[Finding]) -> list[tuple[str, str]]:
     return [(f.payload["change"], (f.url or "").rpartition("/")[2]) for f in findings]
 
 
@@ -222,24 +225,27 @@ async def at(web: Web, site: Site, name: str, *entries: tuple[int, int | None]) 
     site.documents[f"/{name}"] = urlset(*(url(web.url(f"/p/{n}"), day) for n, day in entries))
 
 
-def test_new_changed_and_removed_are_each_told_once(tmp_path: Path) -> None:
+def test_new_changed_and_removed_urls_are_one_finding_each(tmp_path: Path) -> None:
     async def work() -> None:
         site = Site()
-        async with Web(site) as web, looking(web, "sitemap+http://{}/sitemap.xml", tmp_path) as it:
+        async with (
+            Web(site) as web,
+            polled_source(web, "sitemap+http://{}/sitemap.xml", tmp_path) as it,
+        ):
             await at(web, site, "sitemap.xml", (1, 1), (2, 1), (3, None))
             first = await it.round()
-            assert told(first) == [("new", "1"), ("new", "2"), ("new", "3")]
+            assert changes(first) == [("new", "1"), ("new", "2"), ("new", "3")]
             assert first[0].id == mint("sitemap", web.url("/p/1"), f"{MOON:.3f}")
             assert await it.round() == []
             assert site.asked[-1] == ("/sitemap.xml", 304)
             await at(web, site, "sitemap.xml", (1, 2), (3, None), (4, 1))
-            assert told(await it.round()) == [("changed", "1"), ("new", "4"), ("removed", "2")]
+            assert changes(await it.round()) == [("changed", "1"), ("new", "4"), ("removed", "2")]
             await at(web, site, "sitemap.xml", (1, None), (3, 1), (2, 1))
             again = await it.round()
-            assert told(again) == [("changed", "3"), ("new", "2"), ("removed", "4")]
+            assert changes(again) == [("changed", "3"), ("new", "2"), ("removed", "4")]
             assert again[1].id not in {
                 f.id for f in first
-            }  # it came back as it was, and is news all the same
+            }  # a URL that returns unchanged is a new finding
             gone: list[str] = []
             for _ in range(3):
                 await at(web, site, "sitemap.xml", (1, None), (3, 1))
@@ -252,19 +258,22 @@ def test_new_changed_and_removed_are_each_told_once(tmp_path: Path) -> None:
     run(work())
 
 
-def test_an_index_with_gz_text_and_nested_children_is_one_tree_with_a_validator_for_each(
+def test_all_documents_of_an_index_are_read_and_each_is_revalidated(
     tmp_path: Path,
 ) -> None:
     async def work() -> None:
         site = Site()
-        async with Web(site) as web, looking(web, "sitemap+http://{}/sitemap.xml", tmp_path) as it:
+        async with (
+            Web(site) as web,
+            polled_source(web, "sitemap+http://{}/sitemap.xml", tmp_path) as it,
+        ):
             site.documents["/sitemap.xml"] = index(
                 web.url("/a.xml.gz"), web.url("/more.xml"), web.url("/sitemap.xml")
             )
             site.documents["/a.xml.gz"] = gzip.compress(urlset(url(web.url("/p/1"), 1)))
             site.documents["/more.xml"] = index(web.url("/list.txt"), web.url("/a.xml.gz"))
             site.documents["/list.txt"] = f"{web.url('/p/2')}\n{web.url('/p/1')}\n".encode()
-            assert told(await it.round()) == [("new", "1"), ("new", "2")]
+            assert changes(await it.round()) == [("new", "1"), ("new", "2")]
             site.asked.clear()
             assert await it.round() == []
             assert sorted(site.asked) == [
@@ -274,7 +283,7 @@ def test_an_index_with_gz_text_and_nested_children_is_one_tree_with_a_validator_
                 ("/sitemap.xml", 304),
             ]
             site.documents["/list.txt"] = f"{web.url('/p/3')}\n".encode()
-            assert told(await it.round()) == [("new", "3"), ("removed", "2")]
+            assert changes(await it.round()) == [("new", "3"), ("removed", "2")]
 
     run(work())
 
@@ -282,10 +291,15 @@ def test_an_index_with_gz_text_and_nested_children_is_one_tree_with_a_validator_
 @pytest.mark.parametrize(
     "broken", [404, 500, 429, b"<html>busy</html>", BOMB.format("utf-8").encode(), b"<urlset>"]
 )
-def test_a_failed_child_is_said_and_never_looks_like_removals(broken: Any, tmp_path: Path) -> None:
+def test_a_failed_child_sitemap_is_an_error_and_causes_no_removals(
+    broken: Any, tmp_path: Path
+) -> None:
     async def work() -> None:
         site = Site()
-        async with Web(site) as web, looking(web, "sitemap+http://{}/sitemap.xml", tmp_path) as it:
+        async with (
+            Web(site) as web,
+            polled_source(web, "sitemap+http://{}/sitemap.xml", tmp_path) as it,
+        ):
             site.documents["/sitemap.xml"] = index(web.url("/a.xml"), web.url("/b.xml"))
             await at(web, site, "a.xml", (1, 1), (2, 1))
             await at(web, site, "b.xml", (3, 1), (4, 1))
@@ -293,17 +307,19 @@ def test_a_failed_child_is_said_and_never_looks_like_removals(broken: Any, tmp_p
             site.documents["/b.xml"] = broken
             await at(web, site, "a.xml", (1, 2))
             found, error = await until_down(it)
-            assert told(found) == [("changed", "1")]
+            assert changes(found) == [("changed", "1")]
             assert "1 of 3 sitemaps" in error
             if broken == 429:
-                return  # the host is asked again when it said it may be
+                return  # the host is requested again only after Retry-After
             await at(web, site, "b.xml", (3, 1), (2, 1))
-            assert told(await it.round()) == [("removed", "4")]  # and 2 has only moved house
+            assert changes(await it.round()) == [
+                ("removed", "4")
+            ]  # 2 has only moved to another sitemap
 
     run(work())
 
 
-async def until_down(it: Looks) -> tuple[list[Finding], str]:
+async def until_down(it: PolledSource) -> tuple[list[Finding], str]:
     found: list[Finding] = []
     try:
         async for batch in it.source.read(it.cursor):
@@ -311,15 +327,18 @@ async def until_down(it: Looks) -> tuple[list[Finding], str]:
             it.cursor = batch.cursor or it.cursor
     except SourceDown as e:
         return found, e.message
-    raise AssertionError("it did not say so")
+    raise AssertionError("the source raised no error")
 
 
-def test_what_was_removed_while_a_child_failed_is_told_when_all_is_read_again(
+def test_a_removal_during_a_failure_is_found_when_all_sitemaps_are_read_again(
     tmp_path: Path,
 ) -> None:
     async def work() -> None:
         site = Site()
-        async with Web(site) as web, looking(web, "sitemap+http://{}/sitemap.xml", tmp_path) as it:
+        async with (
+            Web(site) as web,
+            polled_source(web, "sitemap+http://{}/sitemap.xml", tmp_path) as it,
+        ):
             site.documents["/sitemap.xml"] = index(web.url("/a.xml"), web.url("/b.xml"))
             await at(web, site, "a.xml", (1, 1), (2, 1))
             await at(web, site, "b.xml", (3, 1))
@@ -328,34 +347,37 @@ def test_what_was_removed_while_a_child_failed_is_told_when_all_is_read_again(
             await at(web, site, "a.xml", (1, 1))
             assert (await until_down(it))[0] == []
             await at(web, site, "b.xml", (3, 1))
-            assert told(await it.round()) == [("removed", "2")]
+            assert changes(await it.round()) == [("removed", "2")]
 
     run(work())
 
 
-def test_a_look_that_was_cut_off_is_repeated_with_the_same_ids(tmp_path: Path) -> None:
+def test_an_interrupted_poll_is_repeated_with_the_same_ids(tmp_path: Path) -> None:
     async def work() -> None:
         site = Site()
-        async with Web(site) as web, looking(web, "sitemap+http://{}/sitemap.xml", tmp_path) as it:
+        async with (
+            Web(site) as web,
+            polled_source(web, "sitemap+http://{}/sitemap.xml", tmp_path) as it,
+        ):
             await at(web, site, "sitemap.xml", *((n, 1) for n in range(3500)))
             cut = await it.round(killed_after=1)
-            whole = await it.round()
-            assert [f.id for f in cut] == [f.id for f in whole][: len(cut)]
-            assert len({f.id for f in whole}) == 3500
+            complete = await it.round()
+            assert [f.id for f in cut] == [f.id for f in complete][: len(cut)]
+            assert len({f.id for f in complete}) == 3500
             assert await it.round() == []
 
     run(work())
 
 
-def test_robots_txt_names_the_sitemaps_and_without_it_the_usual_place_is_tried(
+def test_sitemaps_are_found_by_robots_txt_or_at_the_default_path(
     tmp_path: Path,
 ) -> None:
     async def work() -> None:
         site = Site()
         async with Web(site) as web:
             await at(web, site, "sitemap.xml", (1, 1))
-            async with looking(web, "sitemap+http://{}/", tmp_path) as it:
-                assert told(await it.round()) == [("new", "1")]
+            async with polled_source(web, "sitemap+http://{}/", tmp_path) as it:
+                assert changes(await it.round()) == [("new", "1")]
         async with Web(site) as web:
             site.documents["/robots.txt"] = (
                 b"User-agent: *\nDisallow: /private\nSitemap: /one.xml\nsitemap: "
@@ -364,13 +386,13 @@ def test_robots_txt_names_the_sitemaps_and_without_it_the_usual_place_is_tried(
             )
             await at(web, site, "one.xml", (1, 1))
             await at(web, site, "two.xml", (2, 1))
-            async with looking(web, "sitemap+http://{}/robots.txt", tmp_path) as it:
-                assert told(await it.round()) == [("new", "1"), ("new", "2")]
+            async with polled_source(web, "sitemap+http://{}/robots.txt", tmp_path) as it:
+                assert changes(await it.round()) == [("new", "1"), ("new", "2")]
 
     run(work())
 
 
-def test_options_choose_what_is_told(tmp_path: Path) -> None:
+def test_options_select_the_kinds_and_the_number_of_findings(tmp_path: Path) -> None:
     async def work() -> None:
         site = Site()
         async with Web(site) as web:
@@ -378,25 +400,25 @@ def test_options_choose_what_is_told(tmp_path: Path) -> None:
             site.documents["/sitemap.xml"] = urlset(
                 url(web.url("/p/1"), 1), url(web.url("/p/2"), 1), url("http://elsewhere.test/")
             )
-            async with looking(web, "sitemap+http://{}/sitemap.xml", tmp_path, emit=["removed"]) as it, looking(
+            async with polled_source(web, "sitemap+http://{}/sitemap.xml", tmp_path, emit=["removed"]) as it, polled_source(
                 web, "sitemap+http://{}/sitemap.xml", tmp_path, first="none"
-            ) as quiet, looking(web, "sitemap+http://{}/sitemap.xml", tmp_path, same_site=False) as every, looking(
+            ) as quiet, polled_source(web, "sitemap+http://{}/sitemap.xml", tmp_path, same_site=False) as every, polled_source(
                 web, "sitemap+http://{}/sitemap.xml", tmp_path, max_urls=1
             ) as few:  # fmt: skip
                 assert await it.round() == await quiet.round() == []
                 assert len(await every.round()) == 3
-                assert told(await few.round()) == [("new", "1")]
+                assert changes(await few.round()) == [("new", "1")]
                 await at(web, site, "sitemap.xml", (2, 1), (3, 1))
-                assert told(await it.round()) == [("removed", "1")]
-                assert told(await quiet.round()) == [("new", "3"), ("removed", "1")]
-                assert told(await few.round()) == [
+                assert changes(await it.round()) == [("removed", "1")]
+                assert changes(await quiet.round()) == [("new", "3"), ("removed", "1")]
+                assert changes(await few.round()) == [
                     ("new", "2")
-                ]  # it does not see everything, so nothing is gone
+                ]  # with max_urls it cannot detect removals
 
     run(work())
 
 
-def test_an_endless_index_comes_to_an_end(tmp_path: Path) -> None:
+def test_an_endless_index_is_stopped_by_max_sitemaps(tmp_path: Path) -> None:
     async def work() -> None:
         asked = []
 
@@ -411,7 +433,7 @@ def test_an_endless_index_comes_to_an_end(tmp_path: Path) -> None:
 
         async with (
             Web(endless) as web,
-            looking(web, "sitemap+http://{}/sitemap.xml", tmp_path, max_sitemaps=20) as it,
+            polled_source(web, "sitemap+http://{}/sitemap.xml", tmp_path, max_sitemaps=20) as it,
         ):
             assert await it.round() == []
             assert 20 <= len(asked) < 25
@@ -428,27 +450,33 @@ def test_an_endless_index_comes_to_an_end(tmp_path: Path) -> None:
         b"<urlset>" + b" " * (51 << 20),
     ],
 )
-def test_a_root_that_breaks_is_said_and_the_source_goes_on_where_it_was(
+def test_a_broken_root_sitemap_is_an_error_and_the_source_continues_at_its_cursor(
     body: Any, tmp_path: Path
 ) -> None:
     async def work() -> None:
         site = Site()
-        async with Web(site) as web, looking(web, "sitemap+http://{}/sitemap.xml", tmp_path) as it:
+        async with (
+            Web(site) as web,
+            polled_source(web, "sitemap+http://{}/sitemap.xml", tmp_path) as it,
+        ):
             await at(web, site, "sitemap.xml", (1, 1))
             await it.round()
             site.documents["/sitemap.xml"] = body
             with pytest.raises((SourceDown, Failure)):
                 await it.round()
             await at(web, site, "sitemap.xml", (1, 1), (2, 1))
-            assert told(await it.round()) == [("new", "2")]
+            assert changes(await it.round()) == [("new", "2")]
 
     run(work())
 
 
-def test_the_position_of_a_hundred_thousand_urls_is_small(tmp_path: Path) -> None:
+def test_the_cursor_of_100000_urls_is_smaller_than_2_mb(tmp_path: Path) -> None:
     async def work() -> None:
         site = Site()
-        async with Web(site) as web, looking(web, "sitemap+http://{}/sitemap.xml", tmp_path) as it:
+        async with (
+            Web(site) as web,
+            polled_source(web, "sitemap+http://{}/sitemap.xml", tmp_path) as it,
+        ):
             site.documents["/sitemap.xml"] = index(web.url("/a.xml"), web.url("/b.xml"))
             for at_, name in enumerate(("a", "b")):
                 entries = (
@@ -475,13 +503,13 @@ def test_the_position_of_a_hundred_thousand_urls_is_small(tmp_path: Path) -> Non
         ("sitemap+http://x/", {"depth": 3}),
     ],
 )
-def test_a_slip_in_the_declaration_is_an_error_with_a_hint(
+def test_an_invalid_declaration_is_an_error_with_a_hint(
     source: str, more: dict[str, Any], tmp_path: Path
 ) -> None:
     async def work() -> None:
-        async with looking(Web(), source, tmp_path, **more):
+        async with polled_source(Web(), source, tmp_path, **more):
             pass
 
-    with pytest.raises(ConfigError) as said:
+    with pytest.raises(ConfigError) as caught:
         run(work())
-    assert said.value.hint
+    assert caught.value.hint

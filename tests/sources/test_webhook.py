@@ -1,6 +1,4 @@
-"""A webhook's requests, decided without a socket: who may tell it something, what a body holds, and
-which event that is.
-"""
+"""Webhook requests without a socket: authentication, bodies and event ids."""
 
 from __future__ import annotations
 
@@ -73,7 +71,7 @@ def standard(
     }
 
 
-def told(
+def findings_of(
     source: Webhook, headers: dict[str, list[str]], body: bytes = BODY, now: float = NOW
 ) -> list[Finding]:
     return source.findings("POST", headers, body, now)
@@ -97,47 +95,47 @@ def refusal(
 
 
 def test_a_request_signed_with_the_secret_is_an_event_with_the_payload() -> None:
-    [finding] = told(hook(secret=SECRET), standard())
+    [finding] = findings_of(hook(secret=SECRET), standard())
     assert finding.payload == {"url": "https://shop.example/p/1", "sku": "S-1"}
     assert finding.cause == "msg_1"
 
 
-def test_the_signature_is_that_of_the_published_scheme() -> None:
-    """Computed by openssl over "msg_p5jX.1760000000.{}" with a key of 32 bytes 0 to 31."""
+def test_a_signature_computed_by_openssl_is_accepted() -> None:
+    """openssl signed "msg_p5jX.1760000000.{}" with a key of 32 bytes, 0 to 31."""
     headers = {
         **JSON,
         "webhook-id": ["msg_p5jX"],
         "webhook-timestamp": ["1760000000"],
         "webhook-signature": ["v1,qxoKyAqgAKGmu/o7MSJ89cf1OXqCGT70z7keAieFeF8="],
     }
-    assert told(hook(secret=SECRET), headers, b"{}")
+    assert findings_of(hook(secret=SECRET), headers, b"{}")
 
 
-def test_while_secrets_change_both_are_good_and_so_is_a_request_signed_with_both() -> None:
+def test_each_of_two_secrets_is_accepted_and_so_is_a_request_signed_with_both() -> None:
     both = hook(secrets=[SECRET, OLD])
-    assert told(both, standard()) == told(both, standard(secret=OLD))
+    assert findings_of(both, standard()) == findings_of(both, standard(secret=OLD))
     headers = standard(secret=OLD)
     headers["webhook-signature"] = [
         f"v1a,{'A' * 20} v2,xyz {headers['webhook-signature'][0]} {standard()['webhook-signature'][0]}"
     ]
-    assert told(hook(secret=SECRET), headers)
+    assert findings_of(hook(secret=SECRET), headers)
 
 
-def test_the_headers_of_svix_are_the_same_under_another_name() -> None:
+def test_the_svix_names_of_the_headers_are_accepted() -> None:
     headers = {name.replace("webhook-", "svix-"): values for name, values in standard().items()}
-    assert told(hook(secret=SECRET), headers)
+    assert findings_of(hook(secret=SECRET), headers)
 
 
 @pytest.mark.parametrize("late", [-301, -300, 0, 300, 301])
-def test_a_signature_holds_five_minutes_before_and_after(late: float) -> None:
+def test_a_signature_is_valid_for_five_minutes_before_and_after_its_time(late: float) -> None:
     if abs(late) > 300:
         assert refusal(hook(secret=SECRET), standard(), now=NOW + late).status == 401
     else:
-        assert told(hook(secret=SECRET), standard(), now=NOW + late)
+        assert findings_of(hook(secret=SECRET), standard(), now=NOW + late)
 
 
 def test_the_tolerance_is_an_option() -> None:
-    assert told(hook(secret=SECRET, tolerance="10m"), standard(), now=NOW + 599)
+    assert findings_of(hook(secret=SECRET, tolerance="10m"), standard(), now=NOW + 599)
     assert refusal(hook(secret=SECRET, tolerance="10s"), standard(), now=NOW + 11).status == 401
 
 
@@ -180,7 +178,7 @@ BROKEN: dict[str, Callable[[dict[str, list[str]]], Any]] = {
 
 
 @pytest.mark.parametrize("breaking", BROKEN.values(), ids=BROKEN.keys())
-def test_whatever_is_wrong_with_the_signature_the_answer_is_the_same_401(
+def test_every_invalid_signature_gets_the_same_401(
     breaking: Callable[[dict[str, list[str]]], Any],
 ) -> None:
     headers = {name: list(values) for name, values in standard().items()}
@@ -196,13 +194,16 @@ def test_a_forged_or_changed_body_is_refused() -> None:
     assert refusal(hook(secret=SECRET), standard(), BODY + b" ").status == 401
 
 
-def test_a_replay_is_the_same_event_and_later_it_is_refused() -> None:
+def test_a_replayed_request_is_the_same_event_and_is_refused_when_too_old() -> None:
     source = hook(secret=SECRET)
-    assert told(source, standard())[0].id == told(source, standard(), now=NOW + 299)[0].id
+    assert (
+        findings_of(source, standard())[0].id
+        == findings_of(source, standard(), now=NOW + 299)[0].id
+    )
     assert refusal(source, standard(), now=NOW + 301).status == 401
 
 
-def test_a_captured_request_does_not_become_another_event_by_headers_that_are_not_signed() -> None:
+def test_unsigned_headers_do_not_change_the_id_of_a_signed_request() -> None:
     for source, headers in [
         (hook(secret=SECRET), standard()),
         (hook(secret=TEXT, signature="github"), github()),
@@ -215,20 +216,18 @@ def test_a_captured_request_does_not_become_another_event_by_headers_that_are_no
             {"x-github-delivery": ["y"]},
             {"ce-specversion": ["1.0"], "ce-id": ["z"], "ce-source": ["s"], "ce-type": ["t"]},
         ]:
-            ids.add(told(source, {**headers, **more})[0].id)
+            ids.add(findings_of(source, {**headers, **more})[0].id)
         assert len(ids) == 1
 
 
-def test_the_body_is_measured_before_it_is_hashed() -> None:
+def test_a_body_over_the_limit_is_refused_before_the_signature_is_checked() -> None:
     assert refusal(hook(secret=SECRET, max_body="40B"), JSON).status == 413
 
 
-def test_an_event_is_named_by_the_hook_too_so_that_one_sender_cannot_use_up_the_ids_of_another() -> (
-    None
-):
+def test_the_same_message_id_at_two_webhooks_gives_two_event_ids() -> None:
     assert (
-        told(hook("a", secret=SECRET), standard())[0].id
-        != told(hook("b", secret=SECRET), standard())[0].id
+        findings_of(hook("a", secret=SECRET), standard())[0].id
+        != findings_of(hook("b", secret=SECRET), standard())[0].id
     )
 
 
@@ -249,26 +248,28 @@ def stripe(body: bytes = BODY, secret: str = TEXT, at: float = NOW) -> dict[str,
     return {**JSON, "stripe-signature": [f"t={int(at)},v1={digest},v0=ignored"]}
 
 
-def test_github_signs_the_body_and_the_body_names_the_event() -> None:
+def test_a_github_request_is_identified_by_its_signed_body() -> None:
     source = hook(secret=TEXT, signature="github")
-    [first] = told(source, {**github(), "x-github-delivery": ["1"], "x-github-event": ["push"]})
-    [again] = told(source, {**github(), "x-github-delivery": ["2"]})
+    [first] = findings_of(
+        source, {**github(), "x-github-delivery": ["1"], "x-github-event": ["push"]}
+    )
+    [again] = findings_of(source, {**github(), "x-github-delivery": ["2"]})
     assert first.id == again.id
     assert first.payload["_webhook"] == {"event": "push"}
-    assert told(source, github(BODY + b" "), BODY + b" ")[0].id != first.id
+    assert findings_of(source, github(BODY + b" "), BODY + b" ")[0].id != first.id
 
 
-def test_stripe_signs_time_and_body_and_a_repeated_delivery_is_the_same_event() -> None:
+def test_a_stripe_signature_covers_time_and_body_and_a_retry_is_the_same_event() -> None:
     source = hook(secret="whsec_of_stripe_is_no_base64_at_all", signature="stripe")
     secret = "whsec_of_stripe_is_no_base64_at_all"
     assert (
-        told(source, stripe(secret=secret))[0].id
-        == told(source, stripe(secret=secret, at=NOW + 60), now=NOW + 60)[0].id
+        findings_of(source, stripe(secret=secret))[0].id
+        == findings_of(source, stripe(secret=secret, at=NOW + 60), now=NOW + 60)[0].id
     )
     assert refusal(source, stripe(secret=secret), now=NOW + 301).status == 401
 
 
-def test_a_house_scheme_says_what_is_signed_and_how_it_is_written() -> None:
+def test_a_custom_hmac_scheme_is_configured_by_its_options() -> None:
     text = b"v0:1760000000:" + BODY
     given = base64.b64encode(hmac.new(TEXT.encode(), text, hashlib.sha512).digest()).decode()
     source = hook(
@@ -276,15 +277,15 @@ def test_a_house_scheme_says_what_is_signed_and_how_it_is_written() -> None:
         signed="v0:{X-Shop-Time}:{body}", timestamp="X-Shop-Time",
     )  # fmt: skip
     headers = {**JSON, "x-shop-time": ["1760000000"], "x-shop-signature": ["v0=" + given]}
-    assert told(source, headers)
+    assert findings_of(source, headers)
     assert refusal(source, {**headers, "x-shop-time": ["1760000001"]}).status == 401
     assert refusal(source, {**headers, "x-shop-signature": [given]}).status == 401
     assert refusal(source, headers, now=NOW + 301).status == 401
 
 
-def test_a_bearer_token_is_compared_whole() -> None:
+def test_only_the_complete_bearer_token_is_accepted() -> None:
     source = hook(secret=TEXT, signature="bearer")
-    assert told(source, {**JSON, "authorization": [f"Bearer {TEXT}"]})
+    assert findings_of(source, {**JSON, "authorization": [f"Bearer {TEXT}"]})
     for wrong in (
         "Bearer",
         f"Bearer {TEXT}x",
@@ -313,7 +314,7 @@ def test_a_bearer_token_is_compared_whole() -> None:
         "a" * 5000,
     ],
 )
-def test_junk_in_a_header_of_another_scheme_is_a_401_too(scheme: str, junk: str) -> None:
+def test_an_invalid_header_of_any_signature_scheme_gets_a_401(scheme: str, junk: str) -> None:
     source = hook(
         secret=TEXT, signature=scheme, **({"header": "X-Sig"} if scheme == "hmac" else {})
     )
@@ -327,8 +328,8 @@ def test_junk_in_a_header_of_another_scheme_is_a_401_too(scheme: str, junk: str)
 @pytest.mark.parametrize(
     "host", ["127.0.0.1", "127.0.0.1:8787", "localhost:8787", "[::1]:8787", "127.8.9.1"]
 )
-def test_an_unsigned_hook_serves_this_machine(host: str) -> None:
-    assert told(hook(), {**JSON, "host": [host]})
+def test_an_unsigned_webhook_accepts_local_host_names(host: str) -> None:
+    assert findings_of(hook(), {**JSON, "host": [host]})
 
 
 @pytest.mark.parametrize(
@@ -345,7 +346,7 @@ def test_an_unsigned_hook_serves_this_machine(host: str) -> None:
         "user@127.0.0.1@x",
     ],
 )
-def test_a_name_that_was_pointed_here_is_refused(host: str) -> None:
+def test_an_unsigned_webhook_refuses_other_host_names(host: str) -> None:
     assert refusal(hook(), {**JSON, "host": [host]}).status == 403
     assert refusal(hook(), JSON).status == 403
     assert refusal(hook(), {**JSON, "host": ["127.0.0.1", host]}).status == 403
@@ -360,21 +361,21 @@ def test_a_name_that_was_pointed_here_is_refused(host: str) -> None:
         {"origin": ["http://127.0.0.1", "x"]},
     ],
 )
-def test_a_web_page_elsewhere_cannot_tell_it_anything_through_a_browser_here(
+def test_an_unsigned_webhook_refuses_cross_origin_requests_of_a_browser(
     more: dict[str, list[str]],
 ) -> None:
     assert refusal(hook(), {**JSON, **LOCAL, **more}).status == 403
-    assert told(hook(), {**JSON, **LOCAL, "origin": ["http://localhost:3000"]})
+    assert findings_of(hook(), {**JSON, **LOCAL, "origin": ["http://localhost:3000"]})
 
 
 @pytest.mark.parametrize(
     "name", ["forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via"]
 )
-def test_what_a_proxy_on_this_machine_passes_on_does_not_come_from_this_machine(name: str) -> None:
+def test_an_unsigned_webhook_refuses_requests_forwarded_by_a_proxy(name: str) -> None:
     assert refusal(hook(), {**JSON, **LOCAL, name: ["203.0.113.7"]}).status == 403
 
 
-def test_what_a_browser_sends_without_asking_first_is_refused_by_its_type() -> None:
+def test_content_types_that_need_no_cors_preflight_are_refused() -> None:
     for kind in (
         {},
         {"content-type": ["text/plain"]},
@@ -384,47 +385,50 @@ def test_what_a_browser_sends_without_asking_first_is_refused_by_its_type() -> N
         assert refusal(hook(), {**LOCAL, **kind}).status == 415
 
 
-def test_unsigned_anywhere_is_served_under_any_name() -> None:
+def test_unsigned_anywhere_accepts_any_host_name() -> None:
     source = hook(unsigned="anywhere")
     assert not source.local
-    assert told(source, {**JSON, "host": ["hooks.example"]})
+    assert findings_of(source, {**JSON, "host": ["hooks.example"]})
 
 
 # -- ids -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["webhook-id", "x-github-delivery", "idempotency-key"])
-def test_the_senders_id_is_the_events(name: str) -> None:
+def test_the_event_id_is_derived_from_the_senders_id(name: str) -> None:
     source = hook()
     headers = {**JSON, **LOCAL, name: ["7"]}
     assert (
-        told(source, headers)[0].id
-        == told(source, headers)[0].id
-        != told(source, {**headers, name: ["8"]})[0].id
+        findings_of(source, headers)[0].id
+        == findings_of(source, headers)[0].id
+        != findings_of(source, {**headers, name: ["8"]})[0].id
     )
     assert refusal(source, {**headers, name: ["7", "7"]}).status == 400
     assert refusal(source, {**headers, name: [""]}).status == 400
 
 
-def test_without_an_id_every_request_is_another_event() -> None:
-    assert told(hook(), {**JSON, **LOCAL})[0].id != told(hook(), {**JSON, **LOCAL})[0].id
+def test_every_request_without_an_id_is_a_new_event() -> None:
+    assert (
+        findings_of(hook(), {**JSON, **LOCAL})[0].id != findings_of(hook(), {**JSON, **LOCAL})[0].id
+    )
 
 
-def test_items_of_one_body_have_an_id_each_and_keep_it() -> None:
+def test_items_of_one_body_have_different_ids_that_stay_the_same() -> None:
     headers, body = (
         {**JSON, **LOCAL, "webhook-id": ["7"]},
         b'["https://a.example", "https://b.example", "https://a.example"]',
     )
-    ids = [finding.id for finding in told(hook(), headers, body)]
+    ids = [finding.id for finding in findings_of(hook(), headers, body)]
     assert len(set(ids)) == 3
-    assert ids == [finding.id for finding in told(hook(), headers, body)]
+    assert ids == [finding.id for finding in findings_of(hook(), headers, body)]
 
 
-def test_an_id_in_the_payload_goes_by_its_place() -> None:
+def test_the_option_id_selects_the_id_in_the_payload() -> None:
     source = hook(id="event.id")
     body = b'{"event": {"id": 17}}'
     assert (
-        told(source, {**JSON, **LOCAL}, body)[0].id == told(source, {**JSON, **LOCAL}, body)[0].id
+        findings_of(source, {**JSON, **LOCAL}, body)[0].id
+        == findings_of(source, {**JSON, **LOCAL}, body)[0].id
     )
     assert refusal(source, {**JSON, **LOCAL}, b'{"event": {"id": {}}}').status == 422
     assert refusal(source, {**JSON, **LOCAL}, b'{"event": {"id": true}}').status == 422
@@ -436,7 +440,8 @@ def test_an_id_in_the_payload_goes_by_its_place() -> None:
 def payloads(kind: str, body: bytes, **headers: str) -> list[dict[str, Any]]:
     more = {name.replace("_", "-"): [value] for name, value in headers.items()}
     return [
-        finding.payload for finding in told(hook(), {**LOCAL, "content-type": [kind], **more}, body)
+        finding.payload
+        for finding in findings_of(hook(), {**LOCAL, "content-type": [kind], **more}, body)
     ]
 
 
@@ -471,15 +476,15 @@ EVENT = {
 }
 
 
-def test_a_structured_cloudevent_is_named_by_source_and_id() -> None:
+def test_a_cloudevent_is_identified_by_source_and_id_in_every_mode() -> None:
     kind = {**LOCAL, "content-type": ["application/cloudevents+json; charset=utf-8"]}
-    [one] = told(hook(), kind, json.dumps(EVENT).encode())
+    [one] = findings_of(hook(), kind, json.dumps(EVENT).encode())
     assert one.payload["url"] == "https://a.example"
     assert one.payload["_cloudevent"]["type"] == "changed"
     assert one.at == 1760000000.0
-    [other] = told(hook(), kind, json.dumps({**EVENT, "source": "/other"}).encode())
+    [other] = findings_of(hook(), kind, json.dumps({**EVENT, "source": "/other"}).encode())
     assert one.id != other.id
-    [batched] = told(
+    [batched] = findings_of(
         hook(),
         {**LOCAL, "content-type": ["application/cloudevents-batch+json"]},
         json.dumps([EVENT]).encode(),
@@ -492,14 +497,14 @@ def test_a_structured_cloudevent_is_named_by_source_and_id() -> None:
         "ce-source": ["/shop"],
         "ce-type": ["changed"],
     }
-    [headed] = told(hook(), binary, json.dumps(EVENT["data"]).encode())
+    [headed] = findings_of(hook(), binary, json.dumps(EVENT["data"]).encode())
     assert one.id == batched.id == headed.id
     assert headed.payload["n"] == 1
 
 
-def test_the_subject_is_the_url_where_the_data_has_none() -> None:
+def test_the_subject_is_the_url_if_the_data_has_none() -> None:
     event = {**EVENT, "subject": "https://b.example", "data": {"n": 1}}
-    [one] = told(
+    [one] = findings_of(
         hook(),
         {**LOCAL, "content-type": ["application/cloudevents+json"]},
         json.dumps(event).encode(),
@@ -507,7 +512,7 @@ def test_the_subject_is_the_url_where_the_data_has_none() -> None:
     assert one.url == "https://b.example"
 
 
-def test_data_in_base64_is_json_too() -> None:
+def test_base64_data_of_a_cloudevent_is_decoded_as_json() -> None:
     event = {name: value for name, value in EVENT.items() if name != "data"} | {
         "data_base64": base64.b64encode(b'{"n": 2}').decode()
     }
@@ -557,9 +562,7 @@ def test_data_in_base64_is_json_too() -> None:
         ("application/json", b" " * (1 << 20) + b"{}", 413),
     ],
 )  # fmt: skip
-def test_what_cannot_be_read_is_refused_with_its_reason(
-    kind: str, body: bytes, status: int
-) -> None:
+def test_an_unreadable_body_is_refused_with_its_status(kind: str, body: bytes, status: int) -> None:
     assert refusal(hook(), {**LOCAL, "content-type": [kind]}, body).status == status
 
 
@@ -622,7 +625,7 @@ HOOKS = [
     st.sampled_from(KINDS),
     bodies,
 )
-def test_no_bytes_and_no_headers_end_in_anything_but_findings_or_a_refusal(
+def test_any_headers_and_body_give_findings_or_a_refusal(
     source: Webhook, headers: dict[str, list[str]], kind: str, body: bytes
 ) -> None:
     for more in ({}, {"content-type": [kind], **LOCAL}):
@@ -635,7 +638,7 @@ def test_no_bytes_and_no_headers_end_in_anything_but_findings_or_a_refusal(
         assert all(isinstance(finding.payload, dict) and len(finding.id) == 32 for finding in found)
 
 
-def test_a_payload_nested_so_deeply_that_it_might_not_decode_elsewhere_makes_no_event() -> None:
+def test_a_payload_nested_deeper_than_100_levels_makes_no_event() -> None:
     mapping = Mapping(hook().spec)
     for depth, good in [(1, True), (99, True), (100, False), (900, False)]:
         for opening, closing in [("[", "]"), ('{"a":', "}")]:
@@ -646,7 +649,7 @@ def test_a_payload_nested_so_deeply_that_it_might_not_decode_elsewhere_makes_no_
                 + closing * depth
                 + "}"
             )
-            [finding] = told(hook(), {**JSON, **LOCAL}, body.encode())
+            [finding] = findings_of(hook(), {**JSON, **LOCAL}, body.encode())
             if good:
                 assert mapping.event(finding) is not None
             else:
@@ -658,7 +661,7 @@ def test_a_payload_nested_so_deeply_that_it_might_not_decode_elsewhere_makes_no_
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"secret": "short"}, "has 5 bytes, of at least 24"),
         ({"secret": "whsec_" + base64.b64encode(b"x" * 23).decode()}, "has 23 bytes"),
@@ -685,12 +688,12 @@ def test_a_payload_nested_so_deeply_that_it_might_not_decode_elsewhere_makes_no_
         ({"every": "5m"}, "no `every`"),
     ],
 )  # fmt: skip
-def test_a_mistake_in_its_options_is_an_error_that_holds_no_secret(
-    options: dict[str, Any], said: str
+def test_an_invalid_option_is_an_error_that_does_not_show_a_secret(
+    options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError) as wrong:
         hook(**options)
-    assert said in wrong.value.message
+    assert message in wrong.value.message
     assert wrong.value.hint
     assert not any(
         secret in wrong.value.message + wrong.value.hint for secret in (SECRET, OLD, TEXT)
@@ -699,10 +702,10 @@ def test_a_mistake_in_its_options_is_an_error_that_holds_no_secret(
 
 def test_a_secret_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOP_SECRET", SECRET)
-    assert told(hook(secret="env:SHOP_SECRET"), standard())
+    assert findings_of(hook(secret="env:SHOP_SECRET"), standard())
 
 
-def test_events_are_not_forgotten_while_their_signatures_hold() -> None:
+def test_history_must_be_kept_longer_than_a_signature_is_valid() -> None:
     with pytest.raises(ConfigError, match=r"history.keep \(5m\) deletes"):
         hook(secret=SECRET, settings={"history.keep": "5m"})
     assert hook(secret=SECRET, tolerance="2m", settings={"history.keep": "5m"})
@@ -712,6 +715,6 @@ def test_events_are_not_forgotten_while_their_signatures_hold() -> None:
 @pytest.mark.parametrize(
     "url", ["webhook:", "webhook://shop", "webhook:a/b", "webhook:a?secret=x", "webhook:-a"]
 )
-def test_the_url_names_the_hook_and_nothing_else(url: str) -> None:
+def test_a_webhook_url_with_more_than_a_name_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="is not the URL of a webhook"):
         hook(url.removeprefix("webhook:"), called="x")

@@ -1,6 +1,4 @@
-"""A source that polls, on the pretend web: the guard, robots.txt and a real HTTP client in between,
-and rounds that are accepted or cut off.
-"""
+"""A polling source on a local test site, with the guard, robots.txt and a real HTTP client."""
 
 from __future__ import annotations
 
@@ -20,15 +18,15 @@ from penstock.testing.web import Web
 T = TypeVar("T")
 
 
-class Looks:
-    """One source and its durable cursor, as the reader would keep them."""
+class PolledSource:
+    """One source and its durable cursor, as the reader keeps them."""
 
     def __init__(self, source: Source, mapping: Mapping) -> None:
         self.source, self.mapping, self.cursor = source, mapping, None
         self.cursor: bytes | None = None
 
     async def round(self, *, killed_after: int | None = None) -> list[Finding]:
-        """What one look finds; everything is accepted, or only the first so many batches."""
+        """Poll once and return the findings. Accept all batches, or the first `killed_after`."""
         found: list[Finding] = []
         batches, taken = self.source.read(self.cursor), 0
         try:
@@ -47,14 +45,16 @@ class Looks:
 
 
 @contextlib.asynccontextmanager
-async def looking(web: Web, url: str, tmp_path: Path, **options: Any) -> AsyncIterator[Looks]:
-    """`url` with {} for the pretend web's address."""
+async def polled_source(
+    web: Web, url: str, tmp_path: Path, **options: Any
+) -> AsyncIterator[PolledSource]:
+    """Open the source `url`, in which {} stands for the address of the test site."""
     pipeline = Pipeline("test")
     pipeline.source(url.replace("{}", f"127.0.0.1:{web.port}"), name="it", **options)
     allowed = {"PENSTOCK_NET_ALLOW": "127.0.0.1:*", "PENSTOCK_PACE_RATE": "unlimited"}
     settings = config.load({}, allowed, tmp_path).config
     async with source_to_look_at(settings, pipeline.sources[0]) as (source, mapping):
-        yield Looks(source, mapping)
+        yield PolledSource(source, mapping)
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:

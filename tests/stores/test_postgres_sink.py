@@ -494,7 +494,7 @@ def test_an_unreachable_server_a_wrong_database_and_a_wrong_user_are_sentences(
             "nohost.invalid/db: the host's name cannot be resolved",
         ),
         (base + "/no_such_database", "no_such_database: there is no such database"),
-        (place.url.replace("://postgres@", "://no_such_user@"), "knows no user no_such_user"),
+        (place.url.replace("://postgres@", "://no_such_user@"), "has no user no_such_user"),
     ):
         with pytest.raises(StoreUnavailable, match=says) as caught:
             postgres.open_sink(url, {}, Path()).open(0, "")

@@ -185,7 +185,7 @@ async def test_an_object_that_was_damaged_or_removed_is_told(server: Place) -> N
         names = r.db.read_now(lambda tx: r.store._rows(tx, "hash, name", ids))
         obstore.put(r.store.bucket, names[ids[0]][0], b"rubbish")
         obstore.delete(r.store.bucket, names[ids[1]][0])
-        with pytest.raises(Unreachable, match="does not have its hash"):
+        with pytest.raises(Unreachable, match="no longer matches its hash"):
             await r.store.get(ids[0])
         with pytest.raises(Unreachable, match="is not in bucket"):
             await r.store.get(ids[1])
@@ -293,7 +293,7 @@ async def test_each_mistake_at_the_start_is_a_sentence_of_its_own(server: Place)
     [
         ("s3:///prefix", "names no bucket"),
         ("s3://key:hunter2@bucket/", "names no bucket"),
-        ("s3://bucket/?regoin=x", "'regoin' is no option"),
+        ("s3://bucket/?regoin=x", "'regoin' is not an option"),
         ("s3://bucket/?key=x", "half of its credentials"),
         ("s3://bucket/?endpoint=localhost:9000", "endpoint is 'localhost:9000'"),
     ],

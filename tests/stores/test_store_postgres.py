@@ -438,7 +438,7 @@ def test_an_unknown_database_and_an_unknown_user_are_told_apart(server: Server) 
     url = server("postgres").url
     assert opening(url.rsplit("/", 1)[0] + "/nowhere").message.endswith("there is no such database")
     assert opening(url.replace("postgres@", "nobody@")).message.endswith(
-        "the server knows no user nobody"
+        "the server has no user nobody"
     )
 
 

@@ -94,11 +94,11 @@ def test_a_mistyped_url_is_a_configuration_error_without_the_password(
             "refuses the user or the password",
         ),
         ('connection failed: FATAL:  database "shop" does not exist', "there is no such database"),
-        ('connection failed: FATAL:  role "ann" does not exist', "the server knows no user ann"),
-        ("connection failed: FATAL:  sorry, too many clients already", "has no connection left"),
+        ('connection failed: FATAL:  role "ann" does not exist', "the server has no user ann"),
+        ("connection failed: FATAL:  sorry, too many clients already", "has no free connection"),
         (
             'connection failed: FATAL:  no pg_hba.conf entry for host "10.0.0.1"',
-            "does not let us in from here",
+            "does not accept connections from this machine",
         ),
         (
             "failed to resolve host 'db.example': Name or service not known",

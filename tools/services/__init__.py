@@ -1,3 +1,4 @@
-"""Real servers for development and tests, each a private instance on loopback with its data in this
-clone. Nothing here is part of the product.
+"""Real servers for development and tests. Not part of the product.
+
+Each server is a private instance on loopback, with its data in this clone.
 """

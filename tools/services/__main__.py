@@ -1,4 +1,4 @@
-"""`./dev services`: the command line. What it does is in control.py."""
+"""Command line of `./dev services`. See `control` for the actions."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ USAGE = f"""Usage: ./dev services up|down|restart|kill [NAME…]
        ./dev services status [NAME…] [--json]
        ./dev services url NAME
 
-  up       install if need be, start, and wait until it answers (without a name: all of them)
-  down     stop what `up` started; --wipe removes its data too (without a name: all of them)
+  up       install if necessary, start, and wait until it answers (without a name: all of them)
+  down     stop servers that `up` started. --wipe also removes their data (without a name: all)
   restart  down, then up
   kill     SIGKILL, as a fault
   status   name, state, URL, pid, version
   url      the URL to give to Penstock
 
 Names: {", ".join(SERVERS)}.
-State, logs and data are in .services (elsewhere: --state DIR or PENSTOCK_SERVICES_DIR=DIR; one directory is one set of servers).
+State, logs and data are in .services (or in --state DIR or PENSTOCK_SERVICES_DIR=DIR).
+Each directory is a separate set of servers.
 """
 
 
@@ -50,7 +51,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     unknown = [name for name in asked.names if name not in SERVERS]
     if unknown:
         raise ServiceError(
-            f"no service is called {unknown[0]!r}", f"one of {', '.join(SERVERS)}", status=2
+            f"no service is called {unknown[0]!r}", f"use one of {', '.join(SERVERS)}", status=2
         )
     if asked.action in ("restart", "kill", "url") and not asked.names:
         raise ServiceError(
@@ -97,7 +98,8 @@ def run(arguments: list[str]) -> None:
                 return
             for line in found:
                 print(
-                    f"{line.name:<9} {line.state:<14} {line.pid or '-':<8} {line.version or '-':<12} {line.url or '-'}"
+                    f"{line.name:<9} {line.state:<14} {line.pid or '-':<8} "
+                    f"{line.version or '-':<12} {line.url or '-'}"
                 )
 
 

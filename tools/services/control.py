@@ -1,6 +1,4 @@
-"""Starting, stopping and asking after servers, the same for all of them. What is particular to one
-is in servers.py.
-"""
+"""Start, stop and status of servers. See `servers` for the details of each server."""
 
 from __future__ import annotations
 
@@ -15,8 +13,8 @@ from .servers import Server
 from .state import locked
 from .trouble import ServiceError, say
 
-LOG_LINES = 25
-STOPPING = 30.0  # seconds, before a server that does not end is killed
+LOG_LINES = 25  # last lines of the log that are shown after a failure
+STOPPING = 30.0  # seconds from the stop signal to SIGKILL
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,7 @@ class Status:
 
 
 def closure(names: Iterable[str], everything: dict[str, Server]) -> list[Server]:
-    """These and what they need, in the order in which they can start."""
+    """Return these servers and the servers that they need, in the order of their start."""
     wanted = set(names)
     for server in reversed(everything.values()):
         if server.name in wanted:
@@ -38,8 +36,9 @@ def closure(names: Iterable[str], everything: dict[str, Server]) -> list[Server]
 
 
 def up(server: Server, *, borrowed: bool = False) -> bool:
-    """Ready when it returns; False: it was already running. Borrowed: whoever asked gives it back;
-    a person who asks keeps it.
+    """Start a server and wait until it is ready. Return False if it was already running.
+
+    A borrowed server is stopped by the tests that started it. It is kept if a user starts it too.
     """
     with locked(server.place.lock):
         if server.place.running():
@@ -51,7 +50,7 @@ def up(server: Server, *, borrowed: bool = False) -> bool:
         server.place.directory.mkdir(parents=True, exist_ok=True)
         command = server.command()
         server.place.log.write_bytes(b"")
-        # PENSTOCK_ variables are the product's; none is a server's business.
+        # These variables configure Penstock or clients. Servers must not see them.
         environment = {
             name: value
             for name, value in os.environ.items()
@@ -77,9 +76,11 @@ def _wait(server: Server) -> str:
         trouble = version = ""
         try:
             version = server.version()
-        except Exception as error:  # whatever its client raises for "not yet"
+        except Exception as error:  # clients raise various exceptions until the server is ready
             trouble = f"{type(error).__name__}: {error}"
-        if version and server.place.running():  # and not a stranger on the same port
+        if (
+            version and server.place.running()
+        ):  # otherwise another server has answered on the same port
             return version
         if not server.place.running():
             raise _failed(server, "ended while it was starting")
@@ -101,12 +102,13 @@ def _failed(server: Server, what: str) -> ServiceError:
         say(f"{server.name}: {line}")
     return ServiceError(
         f"{server.name} {what}",
-        f"read {server.place.log}, then ./dev services restart {server.name} (with new data: ./dev services down --wipe {server.name})",
+        f"read {server.place.log}, then run ./dev services restart {server.name} "
+        f"(with new data: ./dev services down --wipe {server.name})",
     )
 
 
 def down(server: Server, *, kill: bool = False, wipe: bool = False) -> bool:
-    """Gone when it returns; False: it was not running. Only ever the process that `up` noted."""
+    """Stop the process that `up` has recorded, and wait. Return False if it was not running."""
     with locked(server.place.lock):
         running = server.place.running()
         noted = server.place.noted()
@@ -134,7 +136,7 @@ def status(everything: Sequence[Server]) -> list[Status]:
             continue
         try:
             state, version = "running", server.version()
-        except ImportError:  # its client is not installed, so only the process can be seen
+        except ImportError:  # the client is not installed, so only the process can be checked
             state, version = "running", noted.version
         except Exception:
             state, version = "not answering", noted.version

@@ -1,6 +1,4 @@
-"""What comes from Maven Central: sets of jars and Connect plugins, fetched once for all clones.
-Nothing here runs a server.
-"""
+"""Jars and Connect plugins from Maven Central, downloaded once for all clones."""
 
 from __future__ import annotations
 
@@ -20,24 +18,25 @@ from .state import cache_directory, locked
 from .trouble import ServiceError, say
 
 JAVA = 17
-# in full: Debian's Maven would take an older one
+# With its version, because Debian's Maven would use an older one.
 DEPENDENCY_PLUGIN = "org.apache.maven.plugins:maven-dependency-plugin:3.8.1"
 
 
 def java() -> str:
     found = program("java", "default-jre-headless", "Kafka and ElasticMQ run on Java")
-    told = subprocess.run([found, "-version"], capture_output=True, text=True, check=False).stderr
-    version = re.search(r'version "(\d+)', told)
+    output = subprocess.run([found, "-version"], capture_output=True, text=True, check=False).stderr
+    version = re.search(r'version "(\d+)', output)
     if version is None or int(version[1]) < JAVA:
         raise ServiceError(
-            f"Java {JAVA} or newer is needed; {found} is {told.splitlines()[0] if told else 'silent'}",
+            f"Java {JAVA} or newer is needed, "
+            f"and {found} is {output.splitlines()[0] if output else 'an unknown version'}",
             f"install a JRE {JAVA} and put it first on PATH",
         )
     return found
 
 
 def jars(name: str, artifacts: Sequence[str]) -> Path:
-    """A directory with these artifacts (group:artifact:version) and all that they need at run time."""
+    """Return a directory with these artifacts (group:artifact:version) and their dependencies."""
 
     def fetch(directory: Path) -> None:
         pom = directory / "pom.xml"
@@ -56,8 +55,9 @@ def jars(name: str, artifacts: Sequence[str]) -> Path:
 
 
 def plugins(name: str, artifacts: Sequence[str]) -> Path:
-    """A directory with these archives (group:artifact:version:tar.gz:classifier) unpacked, one
-    directory each.
+    """Return a directory with these archives unpacked, each in its own directory.
+
+    The form of an artifact is group:artifact:version:tar.gz:classifier.
     """
 
     def fetch(directory: Path) -> None:
@@ -71,17 +71,20 @@ def plugins(name: str, artifacts: Sequence[str]) -> Path:
             )
         for archive in directory.glob("*.tar.gz"):
             with tarfile.open(archive) as packed:
+                # `filter` exists since Python 3.11.4.
                 packed.extractall(
                     directory, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {})
-                )  # there since 3.11.4
+                )
             archive.unlink()
 
     return _installed(name, artifacts, fetch)
 
 
 def _installed(name: str, artifacts: Sequence[str], fetch: Callable[[Path], None]) -> Path:
-    """There as a whole or not at all: fetched beside its place, then moved there. The name holds
-    what it was made of.
+    """Return the directory of these artifacts. Download them if it does not exist.
+
+    They are downloaded into a temporary directory, which is then renamed. So the directory is never
+    incomplete. Its name contains a hash of the artifacts.
     """
     digest = hashlib.sha256("\n".join(artifacts).encode()).hexdigest()[:12]
     place = cache_directory() / f"jars-{name}-{digest}"
@@ -91,7 +94,7 @@ def _installed(name: str, artifacts: Sequence[str], fetch: Callable[[Path], None
         if place.is_dir():
             return place
         parts = ", ".join(" ".join(artifact.split(":")[1:3]) for artifact in artifacts)
-        say(f"fetching {name} ({parts}) from Maven Central; this happens once")
+        say(f"downloading {name} ({parts}) from Maven Central, once for all clones")
         fresh = Path(tempfile.mkdtemp(prefix=f".jars-{name}-", dir=cache_directory()))
         try:
             fetch(fresh)
@@ -123,17 +126,22 @@ def _maven(arguments: Sequence[str]) -> None:
     if done.returncode:
         print("\n".join((done.stdout + done.stderr).splitlines()[:15]), file=sys.stderr)
         raise ServiceError(
-            "Maven could not fetch the jars (its words are above)",
+            "Maven could not download the jars (its output is above)",
             "check the network or Maven's settings (~/.m2/settings.xml), then run this again",
         )
 
 
 def _pom(artifacts: Sequence[str]) -> str:
     parts = "".join(
-        "<dependency><groupId>{}</groupId><artifactId>{}</artifactId><version>{}</version></dependency>\n".format(
-            *artifact.split(":")
-        )
+        "<dependency><groupId>{}</groupId><artifactId>{}</artifactId>"
+        "<version>{}</version></dependency>\n".format(*artifact.split(":"))
         for artifact in artifacts
     )
-    head = "<modelVersion>4.0.0</modelVersion><groupId>penstock</groupId><artifactId>servers</artifactId><version>1</version><packaging>pom</packaging>"
-    return f'<project xmlns="http://maven.apache.org/POM/4.0.0">{head}\n<dependencies>\n{parts}</dependencies></project>\n'
+    head = (
+        "<modelVersion>4.0.0</modelVersion><groupId>penstock</groupId>"
+        "<artifactId>servers</artifactId><version>1</version><packaging>pom</packaging>"
+    )
+    return (
+        f'<project xmlns="http://maven.apache.org/POM/4.0.0">{head}\n'
+        f"<dependencies>\n{parts}</dependencies></project>\n"
+    )

@@ -1,5 +1,6 @@
-"""Programs that come from the distribution: found, or installed where that is ours to decide. Their
-own services are left alone.
+"""Programs of the Linux distribution: finds them, or installs them if this process may.
+
+System services of these packages are not changed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from .trouble import ServiceError, say
 
 
 def find(program: str, *places: str) -> str | None:
-    """On the path, or the newest of these (globs)."""
+    """Return the newest file that matches the globs in `places`, or else the program on PATH."""
     for pattern in places:
         found = sorted(
             Path("/").glob(pattern.lstrip("/")),
@@ -34,8 +35,8 @@ def program(name: str, package: str, why: str, *places: str) -> str:
         found = find(name, *places)
     if found is None:
         raise ServiceError(
-            f"{name} is not there, although {package} is installed",
-            f"look for it: dpkg -L {package}",
+            f"{name} was not found, although {package} is installed",
+            f"search it with: dpkg -L {package}",
         )
     return found
 
@@ -45,16 +46,17 @@ def _install(packages: Sequence[str], why: str) -> None:
     if shutil.which("apt-get") is None:
         raise ServiceError(
             f"{names} is not installed ({why})",
-            f"install it with your system's package manager, or use Docker: deploy/compose/compose.yaml (Debian's name: {names})",
+            f"install it with your system's package manager (Debian's name: {names}), "
+            "or use Docker: deploy/compose/compose.yaml",
         )
     if os.geteuid() != 0:
         raise ServiceError(
             f"{names} is not installed ({why})",
-            f"sudo apt install --no-install-recommends {names}, then run this again",
+            f"run: sudo apt install --no-install-recommends {names}, then run this again",
         )
     say(f"installing {names} with apt: {why}")
     environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-    wait = ["-o", "DPkg::Lock::Timeout=300"]  # another apt on this machine comes first
+    wait = ["-o", "DPkg::Lock::Timeout=300"]  # waits for another apt on this machine
     with locked(cache_directory() / "apt.lock"):
         for step in (
             ["update", "-qq"],
@@ -68,5 +70,6 @@ def _install(packages: Sequence[str], why: str) -> None:
                 check=False,
             ).returncode:
                 raise ServiceError(
-                    f"apt-get {step[0]} failed", f"apt-get install {names}, then run this again"
+                    f"apt-get {step[0]} failed",
+                    f"run: apt-get install {names}, then run this again",
                 )

@@ -1,6 +1,4 @@
-"""A server's process: started in a session of its own, known again later, ended with all it
-started. Which server it is, others know.
-"""
+"""Process of a server: start in a separate session, identification, end with its children."""
 
 from __future__ import annotations
 
@@ -14,16 +12,16 @@ from pathlib import Path
 
 
 def identity(pid: int) -> str | None:
-    """When the process began, since a pid may be used again; None: there is none, or nothing but
-    its exit status is left.
+    """Return the start time of a process, which identifies it: a pid may be reused.
+
+    Return None if there is no such process, or if only its exit status remains.
     """
     stat = Path(f"/proc/{pid}/stat")
     if Path("/proc/self/stat").exists():
         try:
             fields = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-            alone = (
-                len(os.listdir(stat.with_name("task"))) == 1
-            )  # a thread that still waits for the disk keeps the port
+            # A thread that still waits for the disk keeps the port.
+            alone = len(os.listdir(stat.with_name("task"))) == 1
         except OSError:
             return None
         return None if fields[0] in "ZX" and alone else fields[19]
@@ -41,20 +39,30 @@ def spawn(
     directory: Path,
     user: str | None,
 ) -> int:
-    """Runs on after us, in a session of its own, so that a Ctrl-C here does not reach it. Returns
-    its pid, which is also its process group.
+    """Start a process that continues after this one ends. Return its pid and process group id.
+
+    It has a separate session. So Ctrl-C in this terminal does not reach it.
     """
     with open(log, "ab") as out:
         process = subprocess.Popen(
-            command, env=dict(environment), cwd=directory, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
-            user=user, group=user, extra_groups=[] if user else None,
-        )  # fmt: skip
-    process.returncode = 0  # nobody waits for it here: without this, Python says so when we end
+            command,
+            env=dict(environment),
+            cwd=directory,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+            user=user,
+            group=user,
+            extra_groups=[] if user else None,
+        )
+    # This process does not wait for it. Without a return code, Python would warn at exit.
+    process.returncode = 0
     return process.pid
 
 
 def _reap(pid: int) -> None:
-    """Where it is a child of ours, its exit status is ours to take."""
+    """Collect the exit status, if it is a child of this process."""
     try:
         os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:
@@ -62,7 +70,10 @@ def _reap(pid: int) -> None:
 
 
 def _children(pid: int) -> dict[int, str]:
-    """Those of now, each with when it began. Postgres puts each of them into a group of its own."""
+    """Return the current children with their start times.
+
+    PostgreSQL puts each of its children into a separate process group.
+    """
     found = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -77,7 +88,7 @@ def _children(pid: int) -> dict[int, str]:
 
 
 def end(pid: int, began: str, first: signal.Signals, *, patience: float) -> None:
-    """Asks politely, waits, then kills; gone with its whole group and its children when it returns."""
+    """Send `first`, wait up to `patience` seconds, then kill. Also kills its group and children."""
     if identity(pid) == began and first != signal.SIGKILL:
         os.kill(pid, first)
         until = time.monotonic() + patience
@@ -86,22 +97,20 @@ def end(pid: int, began: str, first: signal.Signals, *, patience: float) -> None
             time.sleep(0.02)
     left = {}
     if identity(pid) == began:
-        os.kill(pid, signal.SIGSTOP)  # so that it starts no more of them
+        os.kill(pid, signal.SIGSTOP)  # so that it cannot start more children
         left = {pid: began, **_children(pid)}
     for one, since in left.items():
         if identity(one) == since:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(one, signal.SIGKILL)
     try:
-        os.killpg(
-            pid, signal.SIGKILL
-        )  # a group's number is not given to another while one of its members lives
+        # The id of a process group is not reused while one of its members is alive.
+        os.killpg(pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
         pass
     until = time.monotonic() + 10
     while any(identity(one) == since for one, since in left.items()) and time.monotonic() < until:
         _reap(pid)
         time.sleep(0.02)
-    _reap(
-        pid
-    )  # what is left of a killed one would be taken for alive: Postgres does not start beside its old pid
+    # PostgreSQL would take an unreaped process for alive, and not start while its old pid exists.
+    _reap(pid)

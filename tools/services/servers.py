@@ -1,5 +1,6 @@
-"""The servers, one class each: what it is made of, how it is started, when it is ready, how it is
-reached. Starting and stopping is in control.py.
+"""Servers, one class each: packages, command, check of readiness, URL.
+
+See `control` for start and stop.
 """
 
 from __future__ import annotations
@@ -27,26 +28,27 @@ from .trouble import ServiceError
 
 HOST = "127.0.0.1"
 KAFKA = "4.3.1"
+# Kafka uses slf4j 1.7, with which slf4j2-impl logs nothing.
 LOGGING = (
     "org.apache.logging.log4j:log4j-slf4j-impl:2.24.3",
     "org.apache.logging.log4j:log4j-core:2.24.3",
-)  # Kafka uses slf4j 1.7: slf4j2-impl stays silent
+)
 JVM = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:-UsePerfData")
 
 
 class Server:
-    """One server in its place. `ports` are asked for once and remembered; everything else is made
-    again at every start.
+    """One server with its directory.
+
+    `ports` are chosen once and stored. All other settings are written again at each start.
     """
 
     name: ClassVar[str]
-    usual: ClassVar[
-        Mapping[str, int]
-    ]  # ports, the first of which is the one that clients use; also in deploy/compose/compose.yaml
+    # Default ports. Clients use the first one. They are also in deploy/compose/compose.yaml.
+    usual: ClassVar[Mapping[str, int]]
     needs: ClassVar[tuple[str, ...]] = ()  # servers that must run before it
-    heavy: ClassVar[bool] = False  # hundreds of megabytes: tests run one of these at a time
+    heavy: ClassVar[bool] = False  # needs hundreds of megabytes, so tests run one at a time
     stop_signal: ClassVar[signal.Signals] = signal.SIGTERM
-    patience: ClassVar[float] = 60.0  # seconds to be ready, on a busy machine
+    patience: ClassVar[float] = 60.0  # seconds until it must be ready, on a busy machine
 
     def __init__(self, place: Place, others: Mapping[str, Server]) -> None:
         self.place, self.others = place, others
@@ -61,7 +63,7 @@ class Server:
 
     @property
     def user(self) -> str | None:
-        """Whom it runs as; None: as whoever started it."""
+        """The user that it runs as, or None for the current user."""
         return None
 
     @property
@@ -89,25 +91,25 @@ class Server:
         raise NotImplementedError
 
     def command(self) -> list[str]:
-        """Installs what it needs, writes its configuration; returns what to run in the foreground."""
+        """Install its packages, write its configuration, and return the foreground command."""
         raise NotImplementedError
 
     def environment(self) -> dict[str, str]:
         return {}
 
     def version(self) -> str:
-        """Asked of the server itself: it answers once it is ready. Until then any exception."""
+        """Return the version, from the server. Raises any exception until the server is ready."""
         raise NotImplementedError
 
 
 class Postgres(Server):
     name = "postgres"
     usual = {"sql": 25432}
-    stop_signal = signal.SIGINT  # ends connections; SIGTERM would wait for them
+    stop_signal = signal.SIGINT  # closes connections, while SIGTERM would wait for them
 
     @property
     def user(self) -> str | None:
-        return "postgres" if os.geteuid() == 0 else None  # it refuses to run as root
+        return "postgres" if os.geteuid() == 0 else None  # PostgreSQL does not run as root
 
     @cached_property
     def binary(self) -> str:
@@ -154,8 +156,8 @@ class Postgres(Server):
                 )
         lock = cluster / "postmaster.pid"
         if lock.exists() and identity(int(lock.read_text().split()[0])) is None:
-            # of one that was killed: until its parent takes note, the server would take it for
-            # alive
+            # The file of a killed server. Until that process is reaped, the new server would take
+            # it for alive.
             lock.unlink()
         settings = {
             "listen_addresses": HOST,
@@ -235,7 +237,7 @@ class Rabbitmq(Server):
         return f"amqp://guest:guest@{HOST}:{self.port}/"
 
     def command(self) -> list[str]:
-        # Debian's wrapper on the path insists on its own user and directories; the script behind it
+        # Debian's wrapper on PATH requires its own user and directories. The script that it calls
         # does not.
         server = program(
             "rabbitmq-server",
@@ -245,10 +247,16 @@ class Rabbitmq(Server):
         )
         self.write("enabled_plugins", "[rabbitmq_management].")
         self.write(
-            "rabbitmq.conf", f"listeners.tcp.1 = {HOST}:{self.port}", f"management.tcp.ip = {HOST}", f"management.tcp.port = {self.ports['management']}",
-            "log.console = true", "log.console.level = info", "log.file = false", "collect_statistics_interval = 1000",
-        )  # fmt: skip
-        # Its own name server in the same process group, or one would be left behind as a daemon.
+            "rabbitmq.conf",
+            f"listeners.tcp.1 = {HOST}:{self.port}",
+            f"management.tcp.ip = {HOST}",
+            f"management.tcp.port = {self.ports['management']}",
+            "log.console = true",
+            "log.console.level = info",
+            "log.file = false",
+            "collect_statistics_interval = 1000",
+        )
+        # Start epmd in the same process group. Otherwise RabbitMQ starts it as a daemon that stays.
         return ["/bin/sh", "-c", 'epmd & exec "$0"', server]
 
     def environment(self) -> dict[str, str]:
@@ -257,7 +265,7 @@ class Rabbitmq(Server):
             "HOME": str(self.data),  # the cookie
             "RABBITMQ_NODENAME": "penstock@localhost",
             "RABBITMQ_CONFIG_FILE": str(home / "rabbitmq.conf"),
-            "RABBITMQ_CONF_ENV_FILE": str(home / "none"),  # not the machine's
+            "RABBITMQ_CONF_ENV_FILE": str(home / "none"),  # not the machine's file
             "RABBITMQ_MNESIA_BASE": str(self.data / "mnesia"),
             "RABBITMQ_LOG_BASE": str(self.data / "log"),
             "RABBITMQ_ENABLED_PLUGINS_FILE": str(home / "enabled_plugins"),
@@ -266,7 +274,7 @@ class Rabbitmq(Server):
             "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "-kernel inet_dist_use_interface {127,0,0,1}",
             "ERL_EPMD_PORT": str(self.ports["epmd"]),
             "ERL_EPMD_ADDRESS": HOST,
-            # the script is replaced by the server, so the pid we note is the server's
+            # With this, the server replaces the script. So the recorded pid is the server's.
             "RUNNING_UNDER_SYSTEMD": "1",
         }
 
@@ -280,7 +288,7 @@ class Rabbitmq(Server):
 
 
 class JavaServer(Server):
-    """What the three on the JVM have in common. They log to stdout, hence to our log."""
+    """Base of the three servers on the JVM. They log to stdout, which is the log file."""
 
     heavy = True
     patience = 120.0
@@ -290,9 +298,14 @@ class JavaServer(Server):
         self, classes: Path, main: str, *arguments: str, options: tuple[str, ...] = ()
     ) -> list[str]:
         log4j = self.write(
-            "log4j2.properties", "appender.out.type = Console", "appender.out.name = out", "appender.out.layout.type = PatternLayout",
-            "appender.out.layout.pattern = %d %p %m (%c)%n", "rootLogger.level = warn", "rootLogger.appenderRef.out.ref = out",
-        )  # fmt: skip
+            "log4j2.properties",
+            "appender.out.type = Console",
+            "appender.out.name = out",
+            "appender.out.layout.type = PatternLayout",
+            "appender.out.layout.pattern = %d %p %m (%c)%n",
+            "rootLogger.level = warn",
+            "rootLogger.appenderRef.out.ref = out",
+        )
         return [
             java(),
             f"-Xmx{self.memory}",
@@ -308,9 +321,10 @@ class JavaServer(Server):
 
 class Kafka(JavaServer):
     name = "kafka"
-    # Clients go where a broker says it is. For a proxy in between: asked at `behind`, it says that
-    # it is at `proxied`, where nobody listens. At `secure` it wants TLS and a login: user
-    # `penstock`, or `nobody`, whom a test may forbid what it likes.
+    # Clients connect to the address that a broker advertises. For tests with a proxy, the listener
+    # at `behind` advertises the port `proxied`, on which no server listens. The listener at
+    # `secure` requires TLS and a login. Its users are `penstock`, and `nobody`, whose permissions
+    # tests may remove.
     usual = {
         "clients": 29092,
         "controller": 30092,
@@ -333,23 +347,42 @@ class Kafka(JavaServer):
             "share.coordinator.state.topic.": 4,
         }
         properties = self.write(
-            "server.properties", "process.roles=broker,controller", "node.id=1", f"controller.quorum.bootstrap.servers={HOST}:{controller}",
-            f"listeners=PLAINTEXT://{HOST}:{self.port},PROXIED://{HOST}:{self.ports['behind']},SECURE://{HOST}:{self.ports['secure']},CONTROLLER://{HOST}:{controller}",
-            f"advertised.listeners=PLAINTEXT://{HOST}:{self.port},PROXIED://{HOST}:{self.ports['proxied']},SECURE://{HOST}:{self.ports['secure']}",
-            "listener.security.protocol.map=PLAINTEXT:PLAINTEXT,PROXIED:PLAINTEXT,SECURE:SASL_SSL,CONTROLLER:PLAINTEXT", "inter.broker.listener.name=PLAINTEXT",
-            "sasl.enabled.mechanisms=PLAIN", "listener.name.secure.plain.sasl.jaas.config=org.apache.kafka.common.security.plain.PlainLoginModule required "
-            'user_penstock="secret" user_nobody="secret";', f"ssl.keystore.location={self._certificate()}", "ssl.keystore.password=penstock",
-            "authorizer.class.name=org.apache.kafka.metadata.authorizer.StandardAuthorizer", "super.users=User:ANONYMOUS",
+            "server.properties",
+            "process.roles=broker,controller",
+            "node.id=1",
+            f"controller.quorum.bootstrap.servers={HOST}:{controller}",
+            f"listeners=PLAINTEXT://{HOST}:{self.port},PROXIED://{HOST}:{self.ports['behind']},"
+            f"SECURE://{HOST}:{self.ports['secure']},CONTROLLER://{HOST}:{controller}",
+            f"advertised.listeners=PLAINTEXT://{HOST}:{self.port},"
+            f"PROXIED://{HOST}:{self.ports['proxied']},SECURE://{HOST}:{self.ports['secure']}",
+            "listener.security.protocol.map=PLAINTEXT:PLAINTEXT,PROXIED:PLAINTEXT,"
+            "SECURE:SASL_SSL,CONTROLLER:PLAINTEXT",
+            "inter.broker.listener.name=PLAINTEXT",
+            "sasl.enabled.mechanisms=PLAIN",
+            "listener.name.secure.plain.sasl.jaas.config="
+            "org.apache.kafka.common.security.plain.PlainLoginModule required "
+            'user_penstock="secret" user_nobody="secret";',
+            f"ssl.keystore.location={self._certificate()}",
+            "ssl.keystore.password=penstock",
+            "authorizer.class.name=org.apache.kafka.metadata.authorizer.StandardAuthorizer",
+            "super.users=User:ANONYMOUS",
             "allow.everyone.if.no.acl.found=true",
-            "controller.listener.names=CONTROLLER", f"log.dirs={logs}",
-            *[f"{topic}replication.factor=1" for topic in single], *[f"{topic}num.partitions={n}" for topic, n in single.items()],
-            "transaction.state.log.min.isr=1", "share.coordinator.state.topic.min.isr=1", "group.initial.rebalance.delay.ms=0",
-            # A broker that was killed is let in again only when its last session has run out.
-            "broker.session.timeout.ms=3000", "broker.heartbeat.interval.ms=500",
-            # Tests want to see a dead member's work again within seconds; what a group asks for is
-            # still its own to say.
-            "group.min.session.timeout.ms=1000", "group.consumer.min.session.timeout.ms=1000", "group.consumer.min.heartbeat.interval.ms=200",
-        )  # fmt: skip
+            "controller.listener.names=CONTROLLER",
+            f"log.dirs={logs}",
+            *[f"{topic}replication.factor=1" for topic in single],
+            *[f"{topic}num.partitions={n}" for topic, n in single.items()],
+            "transaction.state.log.min.isr=1",
+            "share.coordinator.state.topic.min.isr=1",
+            "group.initial.rebalance.delay.ms=0",
+            # The controller accepts a killed broker again only after its last session has expired.
+            "broker.session.timeout.ms=3000",
+            "broker.heartbeat.interval.ms=500",
+            # Tests need the messages of a killed member again within seconds. These are only the
+            # minimums. Each group sets its own timeouts.
+            "group.min.session.timeout.ms=1000",
+            "group.consumer.min.session.timeout.ms=1000",
+            "group.consumer.min.heartbeat.interval.ms=200",
+        )
         if not (logs / "meta.properties").exists():
             cluster = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
             tool = self.java(
@@ -364,15 +397,15 @@ class Kafka(JavaServer):
             )
             made = subprocess.run(tool, capture_output=True, text=True, check=False)
             if made.returncode:
-                told = [*(made.stdout + made.stderr).strip().splitlines(), "no word"]
+                output = [*(made.stdout + made.stderr).strip().splitlines(), "no output"]
                 raise ServiceError(
-                    f"Kafka's storage could not be formatted: {told[0]}",
+                    f"Kafka's storage could not be formatted: {output[0]}",
                     f"./dev services down --wipe {self.name}, then run this again",
                 )
         return self.java(classes, "kafka.Kafka", properties)
 
     def _certificate(self) -> Path:
-        """A key for `secure`, made once; `kafka.pem` beside it is what a client must trust."""
+        """Return the key store for `secure`, made once. Clients must trust `kafka.pem`."""
         store, trusted = self.data / "kafka.p12", self.data / "kafka.pem"
         tool = [
             str(Path(java()).with_name("keytool")),
@@ -410,7 +443,7 @@ class Kafka(JavaServer):
     def version(self) -> str:
         from confluent_kafka.admin import AdminClient
 
-        # A broker that is still electing its controller lists itself, but cannot make a topic yet.
+        # A broker that still elects its controller lists itself, but cannot create a topic yet.
         admin = AdminClient(
             {"bootstrap.servers": f"{HOST}:{self.port}", "log_level": 0, "socket.timeout.ms": 3000}
         )
@@ -451,18 +484,32 @@ class Connect(JavaServer):
             )
         ]
         properties = self.write(
-            "connect.properties", f"bootstrap.servers={HOST}:{self.others['kafka'].port}", "group.id=penstock-connect", f"listeners=http://{HOST}:{self.port}",
-            f"rest.advertised.host.name={HOST}", "key.converter=org.apache.kafka.connect.json.JsonConverter",
-            "value.converter=org.apache.kafka.connect.json.JsonConverter", *topics, "offset.storage.partitions=1", "status.storage.partitions=1",
-            "offset.flush.interval.ms=1000", f"plugin.path={found}",
+            "connect.properties",
+            f"bootstrap.servers={HOST}:{self.others['kafka'].port}",
+            "group.id=penstock-connect",
+            f"listeners=http://{HOST}:{self.port}",
+            f"rest.advertised.host.name={HOST}",
+            "key.converter=org.apache.kafka.connect.json.JsonConverter",
+            "value.converter=org.apache.kafka.connect.json.JsonConverter",
+            *topics,
+            "offset.storage.partitions=1",
+            "status.storage.partitions=1",
+            "offset.flush.interval.ms=1000",
+            f"plugin.path={found}",
             # Secrets by reference: ${env:NAME}, ${file:PATH:KEY}.
-            "config.providers=env,file", "config.providers.env.class=org.apache.kafka.common.config.provider.EnvVarConfigProvider",
-            "config.providers.file.class=org.apache.kafka.common.config.provider.FileConfigProvider",
-            # One that was killed is let in again within seconds, and what it ran is run again at
-            # once.
-            "session.timeout.ms=6000", "heartbeat.interval.ms=1000", "scheduled.rebalance.max.delay.ms=0",
-            "consumer.session.timeout.ms=6000", "consumer.heartbeat.interval.ms=1000",
-        )  # fmt: skip
+            "config.providers=env,file",
+            "config.providers.env.class="
+            "org.apache.kafka.common.config.provider.EnvVarConfigProvider",
+            "config.providers.file.class="
+            "org.apache.kafka.common.config.provider.FileConfigProvider",
+            # A killed Connect worker can rejoin within seconds. Its tasks are restarted without a
+            # delay.
+            "session.timeout.ms=6000",
+            "heartbeat.interval.ms=1000",
+            "scheduled.rebalance.max.delay.ms=0",
+            "consumer.session.timeout.ms=6000",
+            "consumer.heartbeat.interval.ms=1000",
+        )
         return self.java(classes, "org.apache.kafka.connect.cli.ConnectDistributed", properties)
 
     def version(self) -> str:
@@ -475,7 +522,7 @@ class Connect(JavaServer):
             <= classes
         ):
             raise ConnectionError("the Debezium plugins are not loaded")
-        self.get("/connectors")  # answers once the worker has joined its group
+        self.get("/connectors")  # answers when the worker has joined its group
         return str(json.loads(self.get("/"))["version"])
 
 
@@ -491,10 +538,14 @@ class Sqs(JavaServer):
     def command(self) -> list[str]:
         classes = jars("elasticmq", [f"org.elasticmq:elasticmq-server_2.13:{self.release}"])
         config = self.write(
-            "elasticmq.conf", 'include classpath("application.conf")',
-            f'node-address {{ protocol = http, host = "{HOST}", port = {self.port}, context-path = "" }}',
-            f'rest-sqs {{ enabled = true, bind-port = {self.port}, bind-hostname = "{HOST}", sqs-limits = strict }}', "rest-stats { enabled = false }",
-        )  # fmt: skip
+            "elasticmq.conf",
+            'include classpath("application.conf")',
+            f'node-address {{ protocol = http, host = "{HOST}", '
+            f'port = {self.port}, context-path = "" }}',
+            f"rest-sqs {{ enabled = true, bind-port = {self.port}, "
+            f'bind-hostname = "{HOST}", sqs-limits = strict }}',
+            "rest-stats { enabled = false }",
+        )
         return self.java(classes, "org.elasticmq.server.Main", options=(f"-Dconfig.file={config}",))
 
     def version(self) -> str:
@@ -516,7 +567,7 @@ class S3(Server):
     def version(self) -> str:
         from importlib.metadata import version
 
-        self.get(f"/{self.bucket}", method="PUT")  # it forgets everything when it ends
+        self.get(f"/{self.bucket}", method="PUT")  # a new moto process has no buckets
         return f"moto {version('moto')}"
 
 
@@ -526,7 +577,7 @@ SERVERS: dict[str, type[Server]] = {
 
 
 def servers(state: Path) -> dict[str, Server]:
-    """All of them, as they are in this state directory."""
+    """Return all servers of this state directory."""
     made: dict[str, Any] = {}
     for name, kind in SERVERS.items():
         made[name] = kind(Place(state / name), made)

@@ -1,6 +1,4 @@
-"""What this clone remembers of a server: its directory, its ports, its pid, its lock. How a server
-is run, others know.
-"""
+"""Stored state of a server in this clone: directory, ports, pid and lock."""
 
 from __future__ import annotations
 
@@ -21,11 +19,11 @@ from .processes import identity
 from .trouble import ServiceError
 
 ROOT = Path(__file__).resolve().parents[2]
-PORTS_PER_SERVER = 200  # clones on one machine, before we give up
+PORTS_PER_SERVER = 200  # candidates per port, which limits the number of clones on one machine
 
 
 def cache_directory() -> Path:
-    """Jars and the table of ports: shared by all clones of this user, so outside every one of them."""
+    """Return the directory of jars and of the port table, which all clones of this user share."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
 
 
@@ -47,14 +45,12 @@ class Noted:
     pid: int = 0
     began: str = ""
     version: str = ""
-    borrowed: bool = False  # started by tests, which stop it when the last of them has ended
+    borrowed: bool = False  # started by tests, which stop it when the last test has ended
 
 
 @dataclass(frozen=True)
 class Place:
-    """One server's directory. `state.json` is replaced as a whole, so a reader sees all of it or
-    the one before.
-    """
+    """Directory of one server. `state.json` is replaced atomically."""
 
     directory: Path
 
@@ -64,7 +60,7 @@ class Place:
 
     @property
     def lock(self) -> Path:
-        return self.directory.with_suffix(".lock")  # beside it, so that it outlives a wipe
+        return self.directory.with_suffix(".lock")  # outside the directory, so that a wipe keeps it
 
     def noted(self) -> Noted:
         try:
@@ -74,7 +70,7 @@ class Place:
         except (ValueError, TypeError):
             raise ServiceError(
                 f"{self.directory}/state.json cannot be read",
-                f"stop what runs there, then rm -r {self.directory}",
+                f"stop the server that runs there, then rm -r {self.directory}",
             ) from None
 
     def note(self, **changes: Any) -> Noted:
@@ -90,7 +86,7 @@ class Place:
         return bool(noted.pid) and identity(noted.pid) == noted.began
 
     def ports(self, wanted: Mapping[str, int]) -> Mapping[str, int]:
-        """The ones it always had, or now the first free ones from the usual ones on."""
+        """Return the stored ports. Choose missing ones: the first free port from `wanted` on."""
         ports = self.noted().ports
         missing = {
             name: _free(first, self.directory)
@@ -100,15 +96,17 @@ class Place:
         return self.note(ports={**ports, **missing}).ports if missing else ports
 
     def data(self, user: str | None) -> Path:
-        """Where the server keeps its own. A server that runs as another user may be unable to come
-        here: then it is in the temporary directory, by a link.
+        """Return the data directory of the server.
+
+        If the server runs as another user that cannot reach this clone, the directory is a link to
+        a temporary directory.
         """
         place = self.directory / "data"
         if place.exists():
             return place.resolve()
         self.directory.mkdir(parents=True, exist_ok=True)
         if place.is_symlink():
-            place.unlink()  # what it led to was cleaned away
+            place.unlink()  # its target was deleted
         if user is None:
             place.mkdir()
             return place
@@ -132,24 +130,24 @@ class Place:
 
 
 def _free(first: int, owner: Path) -> int:
-    """A port that no clone has taken and nobody listens on. Taking is making a file: two that look
-    at once cannot both have it.
+    """Return a port that no clone has reserved and no process listens on, and reserve it.
+
+    A reservation is a file that is created exclusively. So two processes cannot reserve one port.
     """
     table = cache_directory() / "ports"
     table.mkdir(parents=True, exist_ok=True)
     for port in range(first, first + PORTS_PER_SERVER):
         taken = table / str(port)
         try:
-            whose = Path(taken.read_text() or "/")  # empty: being written just now
+            whose = Path(taken.read_text() or "/")  # empty while another process writes it
             if whose != owner and whose.exists():
                 continue
             taken.unlink()
         except FileNotFoundError:
             pass
         with socket.socket() as probe:
-            probe.setsockopt(
-                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-            )  # as servers do: what is only lingering is free
+            # Servers set it too. A port with only lingering connections counts as free.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:
@@ -162,5 +160,5 @@ def _free(first: int, owner: Path) -> int:
         return port
     raise ServiceError(
         f"no free port from {first} to {first + PORTS_PER_SERVER - 1}",
-        f"stop what listens there, or remove {table}",
+        f"stop the processes that listen there, or remove {table}",
     )

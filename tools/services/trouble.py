@@ -1,4 +1,4 @@
-"""The one error of this tool: a sentence, and what to do about it. Who prints it is in __main__."""
+"""Error of this tool, with a message and a hint. `__main__` prints it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ import sys
 class ServiceError(Exception):
     def __init__(self, message: str, hint: str, *, status: int = 3) -> None:
         super().__init__(message)
-        self.message, self.hint, self.status = (
-            message,
-            hint,
-            status,
-        )  # the command's exit status: 2 for a mistake in typing it
+        self.message, self.hint = message, hint
+        self.status = status  # exit status of the command: 2 for a wrong command line
 
 
 def say(text: str) -> None:
-    """Progress goes to stderr: stdout belongs to whoever reads the answer."""
+    """Print progress to stderr. stdout is for the result."""
     print(f"services: {text}", file=sys.stderr, flush=True)

@@ -1,5 +1,6 @@
-"""The embedded broker: topics, groups, leases with fencing, delays, priorities and fairness between
-keys, in one SQLite file.
+"""Embedded broker in one SQLite file.
+
+It has topics, groups, leases with fencing, delays, priorities and fairness between keys.
 """
 
 from __future__ import annotations
@@ -19,21 +20,27 @@ from penstock.stores.sql import Tx
 from penstock.stores.sqlite import Database
 
 SCHEMA = """
-CREATE TABLE topic(id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, ordered INTEGER NOT NULL, max_depth INTEGER, retention REAL NOT NULL, paused TEXT,
+CREATE TABLE topic(id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, ordered INTEGER NOT NULL,
+    max_depth INTEGER, retention REAL NOT NULL, paused TEXT,
   letters INTEGER NOT NULL DEFAULT 0);
-CREATE TABLE grp(id INTEGER PRIMARY KEY, topic INTEGER NOT NULL, name TEXT NOT NULL, ready INTEGER NOT NULL DEFAULT 0, leased INTEGER NOT NULL DEFAULT 0,
+CREATE TABLE grp(id INTEGER PRIMARY KEY, topic INTEGER NOT NULL, name TEXT NOT NULL, ready INTEGER
+    NOT NULL DEFAULT 0, leased INTEGER NOT NULL DEFAULT 0,
   delayed INTEGER NOT NULL DEFAULT 0, UNIQUE(topic, name));
--- AUTOINCREMENT: a reused number would let a late settle remove another message.
-CREATE TABLE message(seq INTEGER PRIMARY KEY AUTOINCREMENT, topic INTEGER NOT NULL, id TEXT NOT NULL, key TEXT NOT NULL, prio INTEGER NOT NULL,
+-- AUTOINCREMENT: with a reused number, a late settle could remove another message.
+CREATE TABLE message(seq INTEGER PRIMARY KEY AUTOINCREMENT, topic INTEGER NOT NULL, id TEXT NOT
+    NULL, key TEXT NOT NULL, prio INTEGER NOT NULL,
   headers TEXT, body BLOB NOT NULL, at REAL NOT NULL);
-CREATE TABLE queue(grp INTEGER NOT NULL, seq INTEGER NOT NULL, prio INTEGER NOT NULL, key TEXT NOT NULL, state INTEGER NOT NULL,
+CREATE TABLE queue(grp INTEGER NOT NULL, seq INTEGER NOT NULL, prio INTEGER NOT NULL, key TEXT NOT
+    NULL, state INTEGER NOT NULL,
   at REAL NOT NULL DEFAULT 0, owner TEXT, token INTEGER NOT NULL DEFAULT 0,
   deliveries INTEGER NOT NULL DEFAULT 0, PRIMARY KEY(grp, seq)) WITHOUT ROWID;
 CREATE INDEX queue_ready ON queue(grp, prio, key, seq) WHERE state=0;
 CREATE INDEX queue_leased ON queue(grp, at) WHERE state=1;
 CREATE INDEX queue_delayed ON queue(grp, at) WHERE state=2;
--- One row per key with work: the claim picks keys, then their oldest messages, so its cost does not depend on depth.
-CREATE TABLE keyq(grp INTEGER NOT NULL, prio INTEGER NOT NULL, key TEXT NOT NULL, ready INTEGER NOT NULL, next_at REAL NOT NULL, PRIMARY KEY(grp,
+-- One row per key with messages. `receive` picks keys, then their oldest messages. So its cost does
+-- not depend on the depth.
+CREATE TABLE keyq(grp INTEGER NOT NULL, prio INTEGER NOT NULL, key TEXT NOT NULL, ready INTEGER NOT
+    NULL, next_at REAL NOT NULL, PRIMARY KEY(grp,
   prio, key)) WITHOUT ROWID;
 CREATE INDEX keyq_next ON keyq(grp, prio, next_at) WHERE ready>0;
 CREATE TABLE token(n INTEGER NOT NULL);
@@ -41,23 +48,22 @@ INSERT INTO token VALUES(0);
 """
 READY, LEASED, DELAYED = 0, 1, 2
 CLASSES = range(len(WEIGHTS))
-ONE_CLASS = 1  # ordered topics have one: a class of its own would let a key overtake itself
-NEVER = 1e18  # an ordered key while one of its events is out
-POLL = 0.1  # other processes are noticed by asking; our own publishes wake us at once
+# Ordered topics use one priority class. With several, a message could overtake an earlier message
+# of its key.
+ORDERED_CLASS = 1
+NEVER = 1e18  # `next_at` of an ordered key while one of its messages is leased
+POLL_INTERVAL = 0.1  # seconds between two checks for messages of other processes
 
 
 class SqliteBroker(SqlQueue):
-    """Implements ports.Broker. Methods that end in `_in` run inside a caller's transaction (the
-    books').
-    """
+    """Implements ports.Broker. Methods that end in `_in` run in the caller's ledger transaction."""
 
     def __init__(self, db: Database, clock: Clock) -> None:
         self.db: Database = db
         super().__init__(db, clock, SCHEMA)
-        self._wakes: dict[str, list[asyncio.Event]] = defaultdict(list)
-        self._places: dict[int, int] = defaultdict(
-            int
-        )  # handed out so far, by group: whose turn it is
+        self._receivers: dict[str, list[asyncio.Event]] = defaultdict(list)
+        # Messages requested so far, by group. It decides which priority class has its turn.
+        self._requested: dict[int, int] = defaultdict(int)
 
     # -- topology ----------------------------------------------------------------------------------
 
@@ -75,7 +81,8 @@ class SqliteBroker(SqlQueue):
                 found = (tx.last_insert_rowid(), t.ordered, t.max_depth)
             if bool(found[1]) != t.ordered:
                 drift.append(
-                    f"topic {t.name}: ordered is {bool(found[1])} in the store and {t.ordered} in the configuration; purge it to change that"
+                    f"topic {t.name}: ordered is {bool(found[1])} in the store "
+                    f"and {t.ordered} in the configuration; purge it to change that"
                 )
             tx.execute(
                 "UPDATE topic SET max_depth=?, retention=? WHERE id=?",
@@ -107,7 +114,8 @@ class SqliteBroker(SqlQueue):
         if known is None:
             t = self._topic(tx, topic)
             row = tx.execute(
-                "SELECT g.id, t.ordered FROM grp g JOIN topic t ON t.id=g.topic WHERE g.topic=? AND g.name=?",
+                "SELECT g.id, t.ordered FROM grp g JOIN topic t ON t.id=g.topic WHERE g.topic=?"
+                " AND g.name=?",
                 (t, group),
             ).get
             if row is None:
@@ -159,13 +167,14 @@ class SqliteBroker(SqlQueue):
             headers = msgspec.json.encode(m.headers).decode() if m.headers else None
             rank = class_of(m.priority)
             tx.execute(
-                "INSERT INTO message(topic, id, key, prio, headers, body, at) VALUES(?,?,?,?,?,?,?)",
+                "INSERT INTO message(topic, id, key, prio, headers, body, at)"
+                " VALUES(?,?,?,?,?,?,?)",
                 (t, m.id, m.key, rank, headers, m.body, now),
             )
             seq = tx.last_insert_rowid()
             later = m.not_before > now
             for g, ordered in groups:
-                prio = ONE_CLASS if ordered else rank
+                prio = ORDERED_CLASS if ordered else rank
                 tx.execute(
                     "INSERT INTO queue(grp, seq, prio, key, state, at) VALUES(?,?,?,?,?,?)",
                     (
@@ -191,18 +200,19 @@ class SqliteBroker(SqlQueue):
 
     def _add_ready(self, tx: Tx, keys: Mapping[tuple[int, int, str], int]) -> None:
         if keys:
-            # a new key queues up behind those that wait already, or a stream of new ones would
-            # starve them
+            # A new key is placed behind the waiting keys. Otherwise a stream of new keys would
+            # starve them.
             now = self.clock.now()
             tx.executemany(
-                "INSERT INTO keyq(grp, prio, key, ready, next_at) VALUES(?,?,?,?,?) ON CONFLICT DO UPDATE SET ready=ready+excluded.ready",
+                "INSERT INTO keyq(grp, prio, key, ready, next_at) VALUES(?,?,?,?,?)"
+                " ON CONFLICT DO UPDATE SET ready=ready+excluded.ready",
                 [(g, p, k, n, now) for (g, p, k), n in keys.items()],
             )
 
     def wake(self, topics: Iterable[str]) -> None:
-        """Tell our own waiting receivers; others find out by asking."""
+        """Wake the waiting receivers of this process. Other processes poll."""
         for topic in set(topics):
-            for event in self._wakes.get(topic, ()):
+            for event in self._receivers.get(topic, ()):
                 event.set()
 
     # -- receiving ---------------------------------------------------------------------------------
@@ -211,7 +221,7 @@ class SqliteBroker(SqlQueue):
         return SqliteSubscription(self, topic, group, owner, lease)
 
     def has_work(self, tx: Tx, topic: str, group: str) -> bool:
-        """Is there anything to hand out now? Read only, O(log n)."""
+        """Return True if a message may be ready now. Reads only, in O(log n)."""
         g = self._groups.get((topic, group))
         if g is None:
             return True
@@ -221,7 +231,8 @@ class SqliteBroker(SqlQueue):
                  EXISTS(SELECT 1 FROM keyq WHERE grp=?2 AND prio=0 AND ready>0 AND next_at<=?3)
               OR EXISTS(SELECT 1 FROM keyq WHERE grp=?2 AND prio=1 AND ready>0 AND next_at<=?3)
               OR EXISTS(SELECT 1 FROM keyq WHERE grp=?2 AND prio=2 AND ready>0 AND next_at<=?3)
-              OR EXISTS(SELECT 1 FROM queue WHERE grp=?2 AND state=1 AND at<=?3) OR EXISTS(SELECT 1 FROM queue WHERE grp=?2 AND state=2 AND at<=?3))""",
+              OR EXISTS(SELECT 1 FROM queue WHERE grp=?2 AND state=1 AND at<=?3) OR EXISTS(SELECT 1
+                  FROM queue WHERE grp=?2 AND state=2 AND at<=?3))""",
             (g.topic, g.id, now),
         ).get
         return bool(found)
@@ -241,16 +252,14 @@ class SqliteBroker(SqlQueue):
         if tx.execute("SELECT paused FROM topic WHERE id=?", (g.topic,)).get is not None:
             return []
         now = self.clock.now()
-        self._bring_back(tx, g, now)
+        self._requeue_due(tx, g, now)
         per_key = 1 if g.ordered else per_key or limit
-        quotas = shares(self._places[g.id], limit)
-        self._places[g.id] += limit
+        quotas = shares(self._requested[g.id], limit)
+        self._requested[g.id] += limit
         left = limit
         allotted: dict[tuple[int, str], int] = {}
-        for share in (
-            True,
-            False,
-        ):  # first each class its part, then whoever still has work fills the batch
+        # First, each class gets its share. Then, classes with more messages fill the batch.
+        for share in (True, False):
             for prio in CLASSES:
                 if left <= 0:
                     break
@@ -262,16 +271,18 @@ class SqliteBroker(SqlQueue):
         picked: list[tuple[int, int, str, str, str | None, bytes, int]] = []
         for (prio, key), n in allotted.items():
             picked += tx.execute(
-                "SELECT q.prio, q.seq, q.key, m.id, m.headers, m.body, q.deliveries FROM queue q INDEXED BY queue_ready JOIN message m ON m.seq=q.seq"
+                "SELECT q.prio, q.seq, q.key, m.id, m.headers, m.body, q.deliveries"
+                " FROM queue q INDEXED BY queue_ready JOIN message m ON m.seq=q.seq"
                 " WHERE q.grp=? AND q.prio=? AND q.key=? AND q.state=0 ORDER BY q.seq LIMIT ?",
                 (g.id, prio, key, n),
             ).fetchall()
-        # neighbours in time are neighbours in every table: those begun together touch few of its
-        # pages
+        # Messages published together are near each other in every table. In this order, a batch
+        # touches few database pages.
         picked.sort()
         token = tx.execute("UPDATE token SET n=n+1 RETURNING n").get
         tx.execute(
-            "UPDATE queue SET state=1, at=?, owner=?, token=?, deliveries=deliveries+1 WHERE grp=? AND seq IN (SELECT value FROM json_each(?))",
+            "UPDATE queue SET state=1, at=?, owner=?, token=?, deliveries=deliveries+1 WHERE grp=?"
+            " AND seq IN (SELECT value FROM json_each(?))",
             (now + lease, owner, token, g.id, str([seq for _, seq, *_ in picked])),
         )
         tx.executemany(
@@ -309,14 +320,15 @@ class SqliteBroker(SqlQueue):
         now: float,
         allotted: dict[tuple[int, str], int],
     ) -> int:
-        """How many of each key are handed out: in turns, beginning with the one that waits longest.
-        Returns their sum.
+        """Set in `allotted` how many messages of each key are delivered. Return their sum.
+
+        Keys take turns. The longest-waiting key is first.
         """
-        known = sum(
-            p == prio for p, _ in allotted
-        )  # keys that gave what they had in the first round must not take the places of others
+        # Read more keys than the quota: keys that were emptied in the first round are read again.
+        known = sum(p == prio for p, _ in allotted)
         keys = tx.execute(
-            "SELECT key, ready FROM keyq WHERE grp=? AND prio=? AND ready>0 AND next_at<=? ORDER BY next_at LIMIT ?",
+            "SELECT key, ready FROM keyq WHERE grp=? AND prio=? AND ready>0 AND next_at<=?"
+            " ORDER BY next_at LIMIT ?",
             (g, prio, now, quota + known),
         ).fetchall()
         left = quota
@@ -334,13 +346,14 @@ class SqliteBroker(SqlQueue):
             waiting = again
         return quota - left
 
-    def _bring_back(self, tx: Tx, g: Group, now: float) -> None:
-        """What is due: delays that ended and leases that ran out."""
+    def _requeue_due(self, tx: Tx, g: Group, now: float) -> None:
+        """Make delayed messages ready that are due, and leased messages whose lease expired."""
         for state, counter in ((DELAYED, "delayed"), (LEASED, "leased")):
-            # The state is part of the text: a partial index serves only a query that repeats its
-            # condition.
+            # The state is part of the SQL text: SQLite uses a partial index only if the query
+            # repeats its condition.
             rows = tx.execute(
-                f"SELECT seq, prio, key, deliveries FROM queue WHERE grp=? AND state={state} AND at<=? ORDER BY at LIMIT 1000",
+                f"SELECT seq, prio, key, deliveries FROM queue WHERE grp=? AND state={state}"
+                f" AND at<=? ORDER BY at LIMIT 1000",
                 (g.id, now),
             ).fetchall()
             if rows:
@@ -357,8 +370,8 @@ class SqliteBroker(SqlQueue):
         for _, prio, key, _ in rows:
             keys[g.id, prio, key] += 1
         self._add_ready(tx, keys)
-        # only by what was handed out: a message that merely waited for its time must not set free a
-        # key of which another is out
+        # Unlock a key only for a message that was delivered. A message that was only delayed must
+        # not unlock the key: another message of that key may be leased.
         if g.ordered:
             self._unlock(tx, [(g.id, prio, key) for _, prio, key, deliveries in rows if deliveries])
         tx.execute(
@@ -373,19 +386,22 @@ class SqliteBroker(SqlQueue):
 
     def hold_in(self, tx: Tx, topic: str, group: str, until: Mapping[str, float]) -> None:
         g = self._group(tx, topic, group)
-        tx.executemany(  # also for a key, or a class of it, of which nothing is there yet
-            "INSERT INTO keyq(grp, prio, key, ready, next_at) VALUES(?,?,?,0,?) ON CONFLICT DO UPDATE SET next_at=max(next_at, excluded.next_at)",
+        tx.executemany(  # also inserts keys and priority classes that have no messages yet
+            "INSERT INTO keyq(grp, prio, key, ready, next_at) VALUES(?,?,?,0,?)"
+            " ON CONFLICT DO UPDATE SET next_at=max(next_at, excluded.next_at)",
             [(g.id, prio, key, at) for key, at in until.items() for prio in CLASSES],
         )
 
     def reclaim_in(self, tx: Tx, owner: str) -> list[str]:
-        """A worker known to be gone: its leases end now. The ids of what it held."""
+        """End the leases of a worker that has stopped. Return the ids of its messages."""
         ids: list[str] = []
         for gid, topic, ordered in tx.execute(
-            "SELECT g.id, g.topic, t.ordered FROM grp g JOIN topic t ON t.id=g.topic WHERE g.leased>0"
+            "SELECT g.id, g.topic, t.ordered FROM grp g JOIN topic t ON t.id=g.topic"
+            " WHERE g.leased>0"
         ).fetchall():
             rows = tx.execute(
-                "SELECT q.seq, q.prio, q.key, q.deliveries, m.id FROM queue q JOIN message m ON m.seq=q.seq WHERE q.grp=? AND q.state=1 AND q.owner=?",
+                "SELECT q.seq, q.prio, q.key, q.deliveries, m.id FROM queue q"
+                " JOIN message m ON m.seq=q.seq WHERE q.grp=? AND q.state=1 AND q.owner=?",
                 (gid, owner),
             ).fetchall()
             if rows:
@@ -396,23 +412,31 @@ class SqliteBroker(SqlQueue):
         return ids
 
     def holds_in(self, tx: Tx, deliveries: Sequence[Delivery]) -> list[bool]:
-        """Is the lease of each still its own?"""
+        """Return for each delivery whether its lease is still valid."""
         held: dict[int, set[int]] = {}
-        for token, (g, positions) in self._lots(tx, deliveries).items():
-            ours = "SELECT json_group_array(q.seq) FROM json_each(?) CROSS JOIN queue q ON q.grp=? AND q.seq=value WHERE q.token=? AND q.state=1"
+        for token, (g, positions) in self._by_lease(tx, deliveries).items():
+            held_now = (
+                "SELECT json_group_array(q.seq) FROM json_each(?) CROSS JOIN queue q ON"
+                " q.grp=? AND q.seq=value WHERE q.token=? AND q.state=1"
+            )
             held[token] = set(
-                msgspec.json.decode(tx.execute(ours, (str(positions), g.id, token)).get)
+                msgspec.json.decode(tx.execute(held_now, (str(positions), g.id, token)).get)
             )
         return [d.position in held[d.token] for d in deliveries]
 
-    def _lots(self, tx: Tx, deliveries: Iterable[Delivery]) -> dict[int, tuple[Group, list[int]]]:
-        """By token, which all have that were received together: their group and positions."""
-        lots: dict[int, tuple[Group, list[int]]] = {}
+    def _by_lease(
+        self, tx: Tx, deliveries: Iterable[Delivery]
+    ) -> dict[int, tuple[Group, list[int]]]:
+        """Group deliveries by lease token. Return the group and the positions of each token.
+
+        Messages that were received together have the same token.
+        """
+        by_token: dict[int, tuple[Group, list[int]]] = {}
         for d in deliveries:
-            if d.token not in lots:
-                lots[d.token] = self._group(tx, d.topic, d.group), []
-            lots[d.token][1].append(d.position)
-        return lots
+            if d.token not in by_token:
+                by_token[d.token] = self._group(tx, d.topic, d.group), []
+            by_token[d.token][1].append(d.position)
+        return by_token
 
     # -- settling ----------------------------------------------------------------------------------
 
@@ -423,7 +447,7 @@ class SqliteBroker(SqlQueue):
             return [True] * len(items)
         now = self.clock.now()
         answers: list[bool] = []
-        gone: dict[Group, list[int]] = {}  # ready, leased, delayed deltas
+        deltas: dict[Group, list[int]] = {}  # changes of ready, leased and delayed
         keys: dict[tuple[int, int, str], int] = defaultdict(int)
         unlock: list[tuple[int, int, str]] = []
         for d, outcome in items:
@@ -437,13 +461,15 @@ class SqliteBroker(SqlQueue):
                     delta = (0, -1, 0)
                 case Retry(delay=delay):
                     tx.execute(
-                        "UPDATE queue SET state=2, at=?, owner=NULL, token=0 WHERE grp=? AND seq=? AND token=? AND state=1",
+                        "UPDATE queue SET state=2, at=?, owner=NULL, token=0 WHERE grp=? AND seq=?"
+                        " AND token=? AND state=1",
                         (now + delay, g.id, d.position, d.token),
                     )
                     delta = (0, -1, 1)
                 case Release():
                     tx.execute(
-                        "UPDATE queue SET state=0, at=0, owner=NULL, token=0, deliveries=deliveries-1 WHERE grp=? AND seq=? AND token=? AND state=1",
+                        "UPDATE queue SET state=0, at=0, owner=NULL, token=0,"
+                        " deliveries=deliveries-1 WHERE grp=? AND seq=? AND token=? AND state=1",
                         (g.id, d.position, d.token),
                     )
                     delta = (1, -1, 0)
@@ -451,7 +477,7 @@ class SqliteBroker(SqlQueue):
             answers.append(applied)
             if not applied:
                 continue
-            sums = gone.setdefault(g, [0, 0, 0])
+            sums = deltas.setdefault(g, [0, 0, 0])
             for i in range(3):
                 sums[i] += delta[i]
             if isinstance(outcome, Release):
@@ -463,11 +489,10 @@ class SqliteBroker(SqlQueue):
                 copy = letter(d, outcome.reason)
                 self.publish_in(tx, [copy])
                 tx.execute("UPDATE topic SET letters=letters+1 WHERE name=?", (copy.topic,))
-            if g.ordered and not isinstance(
-                outcome, Retry
-            ):  # a retry keeps its key: the next one waits behind it
-                unlock.append((g.id, ONE_CLASS, d.key))
-        for g, (ready, leased, delayed) in gone.items():
+            # A retry keeps its key locked: the next message of the key waits for it.
+            if g.ordered and not isinstance(outcome, Retry):
+                unlock.append((g.id, ORDERED_CLASS, d.key))
+        for g, (ready, leased, delayed) in deltas.items():
             tx.execute(
                 "UPDATE grp SET ready=ready+?, leased=leased+?, delayed=delayed+? WHERE id=?",
                 (ready, leased, delayed, g.id),
@@ -490,42 +515,45 @@ class SqliteBroker(SqlQueue):
         return answers
 
     def _ack(self, tx: Tx, deliveries: Sequence[Delivery]) -> bool:
-        """All of them at once; False where some lease is not ours, and then none."""
+        """Ack all deliveries. Return False if a lease was lost. Then none is acked."""
         tx.execute("SAVEPOINT ack")
-        lots = self._lots(tx, deliveries)
-        for token, (g, positions) in lots.items():
+        by_token = self._by_lease(tx, deliveries)
+        for token, (g, positions) in by_token.items():
             tx.execute(
-                "DELETE FROM queue WHERE grp=? AND token=? AND state=1 AND seq IN (SELECT value FROM json_each(?))",
+                "DELETE FROM queue WHERE grp=? AND token=? AND state=1 AND seq IN (SELECT value"
+                " FROM json_each(?))",
                 (g.id, token, str(positions)),
             )
             if tx.changes() < len(positions):
                 tx.execute("ROLLBACK TO ack; RELEASE ack")
                 return False
         tx.execute("RELEASE ack")
-        for g, positions in lots.values():
+        for g, positions in by_token.values():
             tx.execute("UPDATE grp SET leased=leased-? WHERE id=?", (len(positions), g.id))
-        if any(g.ordered for g, _ in lots.values()):
+        if any(g.ordered for g, _ in by_token.values()):
             self._unlock(
                 tx,
                 [
-                    (lots[d.token][0].id, ONE_CLASS, d.key)
+                    (by_token[d.token][0].id, ORDERED_CLASS, d.key)
                     for d in deliveries
-                    if lots[d.token][0].ordered
+                    if by_token[d.token][0].ordered
                 ],
             )
         return True
 
-    # -- looking -----------------------------------------------------------------------------------
+    # -- reports and operator commands -------------------------------------------------------------
 
     def _figures(self, tx: Tx, topic: str, group: str) -> tuple[int, int, int, float | None]:
         row = tx.execute(
-            "SELECT g.id, g.ready, g.leased, g.delayed FROM grp g JOIN topic t ON t.id=g.topic WHERE t.name=? AND g.name=?",
+            "SELECT g.id, g.ready, g.leased, g.delayed FROM grp g JOIN topic t ON t.id=g.topic"
+            " WHERE t.name=? AND g.name=?",
             (topic, group),
         ).get
         if row is None:
             return 0, 0, 0, None
         oldest = tx.execute(
-            "SELECT m.at FROM queue q JOIN message m ON m.seq=q.seq WHERE q.grp=? ORDER BY q.seq LIMIT 1",
+            "SELECT m.at FROM queue q JOIN message m ON m.seq=q.seq WHERE q.grp=? ORDER BY q.seq"
+            " LIMIT 1",
             (row[0],),
         ).get
         return row[1], row[2], row[3], oldest
@@ -534,21 +562,25 @@ class SqliteBroker(SqlQueue):
         self, tx: Tx, topic: str, limit: int
     ) -> Iterable[tuple[str, str, bytes, str | None, int, float]]:
         return tx.execute(
-            "SELECT m.id, m.key, m.body, m.headers, m.prio, coalesce((SELECT min(at) FROM queue q WHERE q.seq=m.seq AND q.state=2), 0.0) FROM message m"
-            " JOIN topic t ON t.id=m.topic WHERE t.name=? AND (EXISTS(SELECT 1 FROM grp g JOIN queue q ON q.grp=g.id AND q.seq=m.seq WHERE g.topic=t.id)"
+            "SELECT m.id, m.key, m.body, m.headers, m.prio, coalesce((SELECT min(at) FROM queue q"
+            " WHERE q.seq=m.seq AND q.state=2), 0.0) FROM message m"
+            " JOIN topic t ON t.id=m.topic WHERE t.name=? AND (EXISTS(SELECT 1 FROM grp g"
+            " JOIN queue q ON q.grp=g.id AND q.seq=m.seq WHERE g.topic=t.id)"
             " OR NOT EXISTS(SELECT 1 FROM grp g WHERE g.topic=t.id)) ORDER BY m.seq LIMIT ?",
             (topic, limit),
         )
 
     def _noted(self, tx: Tx) -> Iterable[tuple[str, str, int, int, int, int]]:
         return tx.execute(
-            "SELECT t.name, g.name, g.id, g.ready, g.leased, g.delayed FROM grp g JOIN topic t ON t.id=g.topic ORDER BY 1, 2"
+            "SELECT t.name, g.name, g.id, g.ready, g.leased, g.delayed FROM grp g"
+            " JOIN topic t ON t.id=g.topic ORDER BY 1, 2"
         ).fetchall()
 
     def purge_in(self, tx: Tx, topic: str) -> int:
         t = self._topic(tx, topic)
-        gone = tx.execute(
-            "SELECT count(*) FROM message WHERE topic=?1 AND seq NOT IN (SELECT seq FROM queue WHERE state=1)",
+        deleted = tx.execute(
+            "SELECT count(*) FROM message WHERE topic=?1 AND seq NOT IN (SELECT seq FROM queue"
+            " WHERE state=1)",
             (t,),
         ).get
         tx.execute(
@@ -558,7 +590,7 @@ class SqliteBroker(SqlQueue):
         tx.execute("DELETE FROM message WHERE topic=? AND seq NOT IN (SELECT seq FROM queue)", (t,))
         tx.execute("UPDATE grp SET ready=0, delayed=0 WHERE topic=?", (t,))
         tx.execute("UPDATE topic SET letters=0 WHERE id=?", (t,))
-        return int(gone)
+        return int(deleted)
 
     def depths_in(
         self,
@@ -569,20 +601,24 @@ class SqliteBroker(SqlQueue):
         *,
         limit: int = 1000,
     ) -> dict[str, int]:
-        """What is ready, by key: of these keys, or of those with most."""
+        """Return the number of ready messages by key: of `keys`, or of the `limit` deepest keys."""
         g = self._group(tx, topic, group)
         if keys is None:
             return dict(
                 tx.execute(
-                    "SELECT key, sum(ready) AS n FROM keyq WHERE grp=? AND ready>0 GROUP BY key ORDER BY n DESC, key LIMIT ?",
+                    "SELECT key, sum(ready) AS n FROM keyq WHERE grp=? AND ready>0 GROUP BY key"
+                    " ORDER BY n DESC, key LIMIT ?",
                     (g.id, limit),
                 ).fetchall()
             )
-        total = "SELECT coalesce(sum(ready), 0) FROM keyq WHERE grp=? AND prio BETWEEN 0 AND ? AND key=?"
+        total = (
+            "SELECT coalesce(sum(ready), 0) FROM keyq WHERE grp=? AND prio BETWEEN 0 AND ?"
+            " AND key=?"
+        )
         return {key: tx.execute(total, (g.id, LOWEST, key)).get for key in keys}
 
     def hasten_in(self, tx: Tx, topic: str, group: str, key: str, positions: Sequence[int]) -> None:
-        """The key is held back no longer, and these delayed messages of it are due now."""
+        """End the hold of a key, and make these delayed messages of the key due now."""
         g, now = self._group(tx, topic, group), self.clock.now()
         tx.executemany(
             "UPDATE keyq SET next_at=? WHERE grp=? AND prio=? AND key=? AND next_at>?1",
@@ -594,13 +630,14 @@ class SqliteBroker(SqlQueue):
         )
 
     def pause_in(self, tx: Tx, topic: str, reason: str | None) -> bool:
-        """A reason pauses, None resumes. False: no such topic."""
+        """Pause a topic, or resume it if `reason` is None. Return False if it does not exist."""
         tx.execute("UPDATE topic SET paused=? WHERE name=?", (reason, topic))
         return tx.changes() == 1
 
     def running_in(self, tx: Tx, limit: int) -> dict[str, int]:
-        """How many deliveries each worker holds, looking at `limit` of a group; there are never
-        more than the fleet's windows together.
+        """Return how many deliveries each worker holds. Reads at most `limit` leases of a group.
+
+        A group never has more leases than the sum of the fleet's prefetch windows.
         """
         held: Counter[str] = Counter()
         for (group,) in tx.execute("SELECT id FROM grp WHERE leased>0").fetchall():
@@ -613,17 +650,22 @@ class SqliteBroker(SqlQueue):
         return dict(held)
 
     def leased_in(self, tx: Tx, limit: int) -> list[str]:
-        """The ids of what is handed out."""
-        leased = "SELECT m.id FROM queue q JOIN message m ON m.seq=q.seq WHERE q.state=1 AND q.grp IN (SELECT id FROM grp WHERE leased>0) LIMIT ?"
+        """Return the ids of leased messages."""
+        leased = (
+            "SELECT m.id FROM queue q JOIN message m ON m.seq=q.seq WHERE q.state=1"
+            " AND q.grp IN (SELECT id FROM grp WHERE leased>0) LIMIT ?"
+        )
         return [id_ for (id_,) in tx.execute(leased, (limit,))]
 
     def oldest_in(self, tx: Tx, limit: int) -> float | None:
-        """When the oldest message that is ready or leased was queued; behind more than `limit`
-        delayed ones, the oldest of these.
+        """Return when the oldest message that is ready or leased was published.
+
+        If the first `limit` messages are all delayed, use the oldest of them.
         """
         found: float | None = None
         for (group,) in tx.execute(
-            "SELECT g.id FROM grp g JOIN topic t ON t.id=g.topic WHERE g.name='main' AND g.ready+g.leased>0"
+            "SELECT g.id FROM grp g JOIN topic t ON t.id=g.topic WHERE g.name='main'"
+            " AND g.ready+g.leased>0"
         ).fetchall():
             rows = tx.execute(
                 "SELECT seq, state FROM queue WHERE grp=? ORDER BY seq LIMIT ?", (group, limit)
@@ -644,9 +686,10 @@ class SqliteBroker(SqlQueue):
 
     def replay_in(self, tx: Tx, topic: str, group: str, since: float) -> int:
         g = self._group(tx, topic, group)
-        prio = ONE_CLASS if g.ordered else None
+        prio = ORDERED_CLASS if g.ordered else None
         rows = tx.execute(
-            "SELECT seq, coalesce(?, prio), key FROM message m WHERE topic=? AND at>=? AND NOT EXISTS(SELECT 1 FROM queue q WHERE q.grp=? AND q.seq=m.seq)",
+            "SELECT seq, coalesce(?, prio), key FROM message m WHERE topic=? AND at>=?"
+            " AND NOT EXISTS(SELECT 1 FROM queue q WHERE q.grp=? AND q.seq=m.seq)",
             (prio, g.topic, since, g.id),
         ).fetchall()
         tx.executemany(
@@ -661,7 +704,10 @@ class SqliteBroker(SqlQueue):
         return len(rows)
 
     def prune_in(self, tx: Tx, limit: int = 2000) -> int:
-        """Forget history that every group has settled and retention has passed; a little at a time."""
+        """Delete messages older than the retention that all groups have settled.
+
+        Each call handles a limited number of messages.
+        """
         now = self.clock.now()
         keep: dict[int, float] = dict(tx.execute("SELECT id, retention FROM topic").fetchall())
         youngest = now - min(keep.values(), default=0.0)
@@ -669,10 +715,10 @@ class SqliteBroker(SqlQueue):
             "SELECT seq, topic, at FROM message WHERE seq>? ORDER BY seq LIMIT ?",
             (self._pruned, 4 * limit),
         ).fetchall()
-        gone = []
+        deleted = []
         self._pruned = rows[-1][0] if len(rows) == 4 * limit else 0
         for seq, topic, at in rows:
-            if at > youngest:  # published in order of time: what follows is younger still
+            if at > youngest:  # messages are in order of time, so the next ones are newer
                 self._pruned = 0
                 break
             if (
@@ -683,21 +729,22 @@ class SqliteBroker(SqlQueue):
                 ).get
                 is None
             ):
-                gone.append((seq, topic))
-        tx.executemany("DELETE FROM message WHERE seq=?", [(seq,) for seq, _ in gone])
+                deleted.append((seq, topic))
+        tx.executemany("DELETE FROM message WHERE seq=?", [(seq,) for seq, _ in deleted])
         tx.executemany(
             "UPDATE topic SET letters=letters-1 WHERE id=? AND letters>0",
-            [(topic,) for _, topic in gone],
+            [(topic,) for _, topic in deleted],
         )
-        n = len(gone)
+        n = len(deleted)
         tx.execute(
-            "DELETE FROM keyq WHERE (grp, prio, key) IN (SELECT grp, prio, key FROM keyq WHERE ready<=0 AND next_at<? LIMIT ?)",
+            "DELETE FROM keyq WHERE (grp, prio, key) IN (SELECT grp, prio, key FROM keyq"
+            " WHERE ready<=0 AND next_at<? LIMIT ?)",
             (self.clock.now() - 60, limit),
         )
         return n
 
     async def close(self) -> None:
-        """The database belongs to whoever opened it."""
+        """Do nothing: the caller that opened the database closes it."""
 
 
 class SqliteSubscription(SqlSubscription):
@@ -707,8 +754,8 @@ class SqliteSubscription(SqlSubscription):
         super().__init__(broker, topic, group, owner, lease)
         self.broker = broker
         self._wake = asyncio.Event()
-        self._more = False
-        broker._wakes[topic].append(self._wake)
+        self._expects_more = False
+        broker._receivers[topic].append(self._wake)
 
     async def receive(
         self, limit: int, wait: float, *, per_key: int | None = None
@@ -717,7 +764,9 @@ class SqliteSubscription(SqlSubscription):
         until = b.clock.now() + wait
         while True:
             self._wake.clear()
-            if self._more or await b.db.read(lambda tx: b.has_work(tx, self.topic, self.group)):
+            if self._expects_more or await b.db.read(
+                lambda tx: b.has_work(tx, self.topic, self.group)
+            ):
                 got = await b.db.write(
                     lambda tx: b.receive_in(
                         tx,
@@ -730,20 +779,20 @@ class SqliteSubscription(SqlSubscription):
                     ),
                     durable=False,
                 )
-                self._more = (
-                    len(got) == limit
-                )  # then there is likely more: no need to look before the next claim
+                # After a full batch there are probably more messages. Then the next call does not
+                # check first.
+                self._expects_more = len(got) == limit
                 if got:
                     return got
             left = until - b.clock.now()
             if left <= 0:
                 return []
-            await self._pause(min(left, POLL))
+            await self._pause(min(left, POLL_INTERVAL))
 
     async def close(self) -> None:
-        wakes = self.broker._wakes[self.topic]
-        if self._wake in wakes:
-            wakes.remove(self._wake)
+        receivers = self.broker._receivers[self.topic]
+        if self._wake in receivers:
+            receivers.remove(self._wake)
 
 
 def open_broker(url: str, context: Context) -> SqliteBroker:

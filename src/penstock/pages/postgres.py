@@ -1,5 +1,6 @@
-"""The page store on PostgreSQL: bodies compressed, one row each, written beside the books and
-looked for inside their transaction. Not the index of events.
+"""Page store in PostgreSQL: one row with the compressed body per page.
+
+Pages are written in their own transaction. The ledger transaction checks that they exist.
 """
 
 from __future__ import annotations
@@ -19,30 +20,36 @@ from penstock.stores.sql import Tx
 
 T = TypeVar("T")
 
-# EXTERNAL: the bytes are compressed already, and the server need not try.
+# EXTERNAL: the server does not try to compress the bodies, which are already compressed.
 SCHEMA = """
-CREATE TABLE page_body(hash BLOB PRIMARY KEY, body BLOB NOT NULL, size INTEGER NOT NULL, packed INTEGER NOT NULL, seen REAL NOT NULL);
+CREATE TABLE page_body(hash BLOB PRIMARY KEY, body BLOB NOT NULL, size INTEGER NOT NULL, packed
+    INTEGER NOT NULL, seen REAL NOT NULL);
 ALTER TABLE page_body ALTER COLUMN body SET STORAGE EXTERNAL;
 CREATE INDEX page_body_seen ON page_body(seen, hash);
 """
-LEVEL = 1
-REMEMBERED = 30_000
-SEEN_AGAIN = 60.0  # seconds: a page that is seen all the time is not written to all the time
-PRUNE = 2000  # pages looked at in one statement
-PRUNES = 10  # such statements in one transaction at most: others wait for it
+LEVEL = 1  # of zstd
+MAX_KNOWN = 30_000  # page ids in the cache of stored pages
+SEEN_INTERVAL = (
+    60.0  # seconds between two updates of `seen`, so that a frequent page is not rewritten
+)
+PRUNE = 2000  # pages read by one statement
+MAX_PRUNE_BATCHES = 10  # such statements in one transaction, because other writers wait for it
 
 
 class Staged(StagedPages):
-    """What is to be stored: bodies that are new to us, compressed, and those that we know."""
+    """Pages to store: new ones, and those that this process knows to be stored."""
 
-    new: dict[str, tuple[bytes, int]] = {}  # packed, size
-    again: dict[str, bytes] = {}  # as they are: needed only where retention was quicker
+    new: dict[str, tuple[bytes, int]] = {}  # id -> compressed body, size
+    again: dict[str, bytes] = {}  # id -> body, needed if retention has deleted the page
 
 
 class PostgresPages:
-    """`send` writes the bytes in a transaction of its own, before the books' one, so that nobody
-    waits for bytes behind the fleet's lock. On the ledger's own server the books' commit makes them
-    durable with itself, since the log is synced in order; elsewhere `send` does.
+    """Implements ports.PageStore.
+
+    `send` writes the bytes in a separate transaction, before the ledger transaction. So no process
+    waits for bytes while it holds the fleet's lock. If the pages are in the ledger's store, the
+    commit of the ledger transaction also makes them durable, because the WAL is synced in order.
+    Otherwise `send` makes them durable.
     """
 
     remote = True
@@ -50,11 +57,11 @@ class PostgresPages:
     def __init__(self, db: PostgresStore, clock: Clock, *, shared: bool) -> None:
         self.db, self.clock, self.shared = db, clock, shared
         self._known: dict[str, None] = {}
-        self._squeeze = zstandard.ZstdCompressor(level=LEVEL)
+        self._compressor = zstandard.ZstdCompressor(level=LEVEL)
         db.part("page_bodies", 1, SCHEMA)
 
     async def start(self) -> None:
-        """Opening it made the table."""
+        """Do nothing: the constructor has created the table."""
 
     # -- writing -----------------------------------------------------------------------------------
 
@@ -64,19 +71,20 @@ class PostgresPages:
             if id_ in self._known:
                 staged.again[id_] = body
             elif id_ not in staged.new:
-                staged.new[id_] = (self._squeeze.compress(body), len(body))
+                staged.new[id_] = (self._compressor.compress(body), len(body))
         return staged
 
     async def send(self, staged: StagedPages) -> None:
-        """There when it returns. Raises StoreUnavailable; what was sent then without being named by
-        anybody goes with retention.
+        """Write the pages. They are stored when it returns.
+
+        Raises StoreUnavailable. Retention deletes pages that no event refers to.
         """
         assert isinstance(staged, Staged)
         if staged.new or staged.again:
             await self.db.write(
                 lambda tx: self._send(tx, staged), durable=not self.shared, alone=False
             )
-            if len(self._known) > REMEMBERED:
+            if len(self._known) > MAX_KNOWN:
                 self._known.clear()
             self._known.update(dict.fromkeys(staged.new))
 
@@ -87,7 +95,7 @@ class PostgresPages:
             ids = byteas([bytes.fromhex(h) for h in staged.again])
             tx.execute(
                 "UPDATE page_body SET seen=? WHERE hash=ANY(?::bytea[]) AND seen<?",
-                (now, ids, now - SEEN_AGAIN),
+                (now, ids, now - SEEN_INTERVAL),
             )
             there = {
                 h
@@ -97,13 +105,12 @@ class PostgresPages:
             }
             for h, body in staged.again.items():
                 if bytes.fromhex(h) not in there:
-                    new[h] = (
-                        zstandard.compress(body, LEVEL),
-                        len(body),
-                    )  # on the store's thread, so not with the loop's compressor
-        # Sorted: two who store the same pages wait for each other in one order.
+                    # This runs on the store's thread. So it does not use the loop's compressor.
+                    new[h] = (zstandard.compress(body, LEVEL), len(body))
+        # Sorted, so that two processes that store the same pages cannot deadlock.
         tx.executemany(
-            "INSERT INTO page_body(hash, body, size, packed, seen) VALUES(?,?,?,?,?) ON CONFLICT(hash) DO UPDATE SET seen=excluded.seen",
+            "INSERT INTO page_body(hash, body, size, packed, seen) VALUES(?,?,?,?,?)"
+            " ON CONFLICT(hash) DO UPDATE SET seen=excluded.seen",
             [
                 (bytes.fromhex(h), packed, size, len(packed), now)
                 for h, (packed, size) in sorted(new.items())
@@ -111,8 +118,9 @@ class PostgresPages:
         )
 
     def index_in(self, tx: Tx, staged: StagedPages) -> list[str]:
-        """Ids whose bytes are not there (any more). Elsewhere than in the ledger's store that was
-        seen to by `send`.
+        """Return the ids of pages that are not stored, or no longer.
+
+        Return [] if the pages are not in the ledger's store: there `send` has checked it.
         """
         assert isinstance(staged, Staged)
         ids = [*staged.new, *staged.again]
@@ -138,7 +146,7 @@ class PostgresPages:
         return await self.db.read(lambda tx: self._get(tx, page))
 
     def get_in(self, tx: Tx, page: str) -> bytes | None:
-        return self._asked(tx, lambda own: self._get(own, page))
+        return self._query(tx, lambda own: self._get(own, page))
 
     def _get(self, tx: Tx, page: str) -> bytes | None:
         packed: bytes | None = tx.execute(
@@ -152,21 +160,21 @@ class PostgresPages:
             body = b""
         if page_id(body) != page:
             raise Unreachable(
-                f"page {page} in {self.db.path} does not have its hash any more",
+                f"page {page} in {self.db.path} no longer matches its hash",
                 hint="restore it from a backup, or push the URL again with --force",
             )
         return body
 
     def find_in(self, tx: Tx, prefix: str) -> list[str]:
-        """Ids that begin so; ten at most."""
+        """Return at most ten page ids that start with `prefix`."""
         low, high = _raw(prefix.ljust(64, "0")), _raw(prefix.ljust(64, "f"))
         between = "SELECT hash FROM page_body WHERE hash>=? AND hash<=? ORDER BY hash LIMIT 10"
-        return self._asked(tx, lambda own: [h.hex() for (h,) in own.execute(between, (low, high))])
+        return self._query(tx, lambda own: [h.hex() for (h,) in own.execute(between, (low, high))])
 
     def sizes_in(self, tx: Tx, pages: Sequence[str]) -> dict[str, int]:
-        """Of these, the ones that are stored, with the size of their bodies."""
+        """Return the body sizes of those of `pages` that are stored."""
         ids = byteas([_raw(page) for page in pages])
-        found = self._asked(
+        found = self._query(
             tx,
             lambda own: own.execute(
                 "SELECT hash, size FROM page_body WHERE hash=ANY(?::bytea[])", (ids,)
@@ -175,19 +183,19 @@ class PostgresPages:
         return {h.hex(): size for h, size in found}
 
     def totals_in(self, tx: Tx) -> tuple[int, int]:
-        """(pages, bytes they take)."""
-        pages, size = self._asked(
+        """Return the number of stored pages and of their compressed bytes."""
+        pages, size = self._query(
             tx,
             lambda own: own.execute("SELECT count(*), coalesce(sum(packed), 0) FROM page_body").get,
         )
         return pages, size
 
     def problems_in(self, tx: Tx) -> list[str]:
-        """The server looks after its own files."""
+        """Return []: the server checks its own files."""
         return []
 
-    def _asked(self, tx: Tx, work: Callable[[Tx], T]) -> T:
-        """The caller's transaction is the ledger's; our rows may lie elsewhere."""
+    def _query(self, tx: Tx, work: Callable[[Tx], T]) -> T:
+        """Run `work` in the caller's ledger transaction, or in the store of the pages."""
         return work(tx) if self.shared else self.db.read_now(work)
 
     # -- retention ---------------------------------------------------------------------------------
@@ -200,8 +208,9 @@ class PostgresPages:
         max_bytes: int | None,
         keep: Callable[[Sequence[str]], set[str]],
     ) -> tuple[int, int]:
-        """(pages removed, bytes freed). `keep` answers which of these pages an open event still
-        needs.
+        """Delete old pages. Return the number of pages removed and of bytes freed.
+
+        `keep` returns which of the given pages an open event still needs.
         """
 
         def work(own: Tx) -> tuple[int, int]:
@@ -212,28 +221,29 @@ class PostgresPages:
                 else own.execute("SELECT coalesce(sum(packed), 0) FROM page_body").get - max_bytes
             )
             at: tuple[float, bytes] = (-1.0, b"")
-            for _ in range(PRUNES):
+            for _ in range(MAX_PRUNE_BATCHES):
                 rows = own.execute(
-                    "SELECT seen, hash, packed FROM page_body WHERE (seen, hash)>(?, ?) ORDER BY seen, hash LIMIT ?",
+                    "SELECT seen, hash, packed FROM page_body WHERE (seen, hash)>(?, ?)"
+                    " ORDER BY seen, hash LIMIT ?",
                     (*at, PRUNE),
                 ).fetchall()
-                doomed = []
+                candidates = []
                 for seen, h, packed in rows:
                     if (older_than is None or seen >= older_than) and (
                         excess is None or excess <= 0
                     ):
                         break
-                    doomed.append((h, packed))
+                    candidates.append((h, packed))
                     excess = None if excess is None else excess - packed
-                wanted = keep([h.hex() for h, _ in doomed])
-                gone = {h: packed for h, packed in doomed if h.hex() not in wanted}
+                wanted = keep([h.hex() for h, _ in candidates])
+                deleted = {h: packed for h, packed in candidates if h.hex() not in wanted}
                 own.execute(
-                    "DELETE FROM page_body WHERE hash=ANY(?::bytea[])", (byteas(list(gone)),)
+                    "DELETE FROM page_body WHERE hash=ANY(?::bytea[])", (byteas(list(deleted)),)
                 )
-                for h in gone:
+                for h in deleted:
                     self._known.pop(h.hex(), None)
-                removed, freed = removed + len(gone), freed + sum(gone.values())
-                if len(doomed) < PRUNE or removed:
+                removed, freed = removed + len(deleted), freed + sum(deleted.values())
+                if len(candidates) < PRUNE or removed:
                     break
                 at = rows[-1][:2]
             return removed, freed
@@ -241,14 +251,14 @@ class PostgresPages:
         return work(tx) if self.shared else self.db.write_now(work)
 
     def sweep_in(self, tx: Tx) -> None:
-        """The server looks after its own files."""
+        """Do nothing: there are no files to delete."""
 
     def close(self) -> None:
-        """The connections belong to whoever opened them."""
+        """Do nothing: the caller that opened the store closes it."""
 
 
 def _raw(page: str) -> bytes:
-    """Ids are hex outside and bytes here; what is no id is nowhere."""
+    """Return the bytes of a hexadecimal page id, or b"", which no page has, if it is not one."""
     try:
         return bytes.fromhex(page)
     except ValueError:
@@ -256,8 +266,9 @@ def _raw(page: str) -> bytes:
 
 
 def open_pages(url: str, context: Context) -> PostgresPages:
-    """`postgres://…`: where that is the ledger's own URL, a page is there exactly if the event that
-    names it can be.
+    """Open the page store of a `postgres://…` URL.
+
+    If it is the ledger's URL, the ledger transaction checks that the page of an event is stored.
     """
     store: Any = context.store(url)
     ledger = context.config.ledger.url

@@ -1,5 +1,6 @@
-"""The embedded page store: bodies in append-only segment files, many to a zstd frame, found through
-an index in the ledger's store.
+"""Embedded page store: bodies in append-only segment files, with an index in the ledger's store.
+
+A zstd frame in a segment holds many bodies.
 """
 
 from __future__ import annotations
@@ -23,32 +24,36 @@ from penstock.stores.context import Context
 from penstock.stores.sql import SqlStore, Tx
 
 SCHEMA = """
-CREATE TABLE segment(id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE, made REAL NOT NULL);
-CREATE TABLE page(hash BLOB PRIMARY KEY, segment INTEGER NOT NULL, frame INTEGER NOT NULL, packed INTEGER NOT NULL, start INTEGER NOT NULL,
+CREATE TABLE segment(id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE, made REAL NOT
+    NULL);
+CREATE TABLE page(hash BLOB PRIMARY KEY, segment INTEGER NOT NULL, frame INTEGER NOT NULL, packed
+    INTEGER NOT NULL, start INTEGER NOT NULL,
   size INTEGER NOT NULL, seen REAL NOT NULL) WITHOUT ROWID;
 CREATE INDEX page_segment ON page(segment, frame);
 CREATE TABLE doomed(name TEXT PRIMARY KEY) WITHOUT ROWID;
 """
-FRAME_PAGES = 32  # one dictionary for pages that look alike: 5.6:1 instead of 4.3:1, and cheaper
-FRAME_BYTES = 4 << 20
-SEGMENT_BYTES = 64 << 20
-REMEMBERED = 30_000
-LIVE_SHARE = 0.5  # a segment with less than this still wanted is rewritten
-MOVE_BYTES = 4 << 20  # packed bytes moved in one go: a transaction must not hold everybody up
-ORPHANED = 3600.0  # a segment that no row names for so long never will be
+# Pages in one frame. Similar pages compress better together: 5.6:1 instead of 4.3:1, with less CPU.
+FRAME_PAGES = 32
+FRAME_BYTES = 4 << 20  # of bodies before compression, after which a frame is written
+SEGMENT_BYTES = 64 << 20  # after which a new segment is started
+MAX_KNOWN = 30_000  # page ids in the cache of stored pages
+LIVE_SHARE = 0.5  # a segment with a smaller share of stored pages is rewritten
+# Compressed bytes moved in one transaction. Other writers wait for the transaction.
+MOVE_BYTES = 4 << 20
+ORPHANED = 3600.0  # seconds after which a segment without index rows is deleted
 
 
 class Staged(StagedPages):
-    """Bytes that lie in a segment but that no index row names yet."""
+    """Bytes in a segment that have no index row yet."""
 
     segment: str = ""
     rows: list[tuple[str, int, int, int, int]] = []  # hash, frame, packed, start, size
-    again: list[str] = []  # known already: only their time is news
+    again: list[str] = []  # stored before: only their time is updated
     synced: bool = False
 
 
 def _raw(page: str) -> bytes:
-    """Ids are hex outside and bytes in the index; what is no id is in no index."""
+    """Return the bytes of a hexadecimal page id, or b"", which no page has, if it is not one."""
     try:
         return bytes.fromhex(page)
     except ValueError:
@@ -56,8 +61,10 @@ def _raw(page: str) -> bytes:
 
 
 class SegmentStore:
-    """`stage` appends (any thread, before the transaction), `send` syncs, `index_in` makes it
-    findable (inside it), `get` reads back.
+    """Implements ports.PageStore.
+
+    `stage` appends bytes on any thread, before the transaction. `send` syncs them. `index_in`
+    inserts the index rows in the transaction. `get` reads a page.
     """
 
     remote = False
@@ -67,27 +74,25 @@ class SegmentStore:
         self._file: int = -1
         self._name, self._end, self._count = "", 0, 0
         self._lock: FileLock | None = None
-        self._last_lock: FileLock | None = (
-            None  # of the segment before: what was staged there may not be committed yet
-        )
+        # Lock of the previous segment. Pages staged there may not be committed yet.
+        self._last_lock: FileLock | None = None
         self._closing = threading.Lock()
-        self._staging = (
-            threading.Lock()
-        )  # retention stages what it moves, on the store's thread where it has one
-        self._lost: set[str] = (
-            set()
-        )  # segments that a sync failed for: the kernel tells once, then forgets the bytes
-        self._known: dict[str, None] = {}
-        self._disk = ThreadPoolExecutor(1, "penstock-pages")  # where it can be waited for
-        self._squeeze = zstandard.ZstdCompressor(level=1)
-        self._expand = zstandard.ZstdDecompressor()
+        # Retention also stages the pages that it moves, on the store's thread if the store has one.
+        self._staging = threading.Lock()
+        # Segments whose sync failed. The kernel reports the error once, and may drop the bytes.
+        self._unsynced: set[str] = set()
+        self._known: dict[str, None] = {}  # ids of pages that are stored, or staged
+        self._disk = ThreadPoolExecutor(1, "penstock-pages")  # runs the syncs, which block
+        self._compressor = zstandard.ZstdCompressor(level=1)
+        self._decompressor = zstandard.ZstdDecompressor()
         db.part("pages", 2, SCHEMA)
 
     # -- writing -----------------------------------------------------------------------------------
 
     def stage(self, pages: Iterable[tuple[str, bytes]]) -> Staged:
-        """Append what is new. Not durable before `index_in`, which syncs. Raises StoreUnavailable;
-        then nothing was staged.
+        """Append new pages. They are not durable before `send` or the commit of `index_in`.
+
+        Raises StoreUnavailable. Then no page is staged.
         """
         staged = Staged(rows=[], again=[])
         new: list[str] = []
@@ -100,13 +105,13 @@ class SegmentStore:
             if isinstance(e, OSError):
                 raise self._unavailable(e) from e
             raise
-        if len(self._known) > REMEMBERED:
+        if len(self._known) > MAX_KNOWN:
             self._known.clear()
         return staged
 
     def _stage(self, pages: Iterable[tuple[str, bytes]], staged: Staged, new: list[str]) -> None:
         frame: list[tuple[str, bytes]] = []
-        held = 0
+        size = 0
         for hash_, body in pages:
             if hash_ in self._known:
                 staged.again.append(hash_)
@@ -114,20 +119,20 @@ class SegmentStore:
             self._known[hash_] = None
             new.append(hash_)
             frame.append((hash_, body))
-            held += len(body)
-            if len(frame) >= FRAME_PAGES or held >= FRAME_BYTES:
+            size += len(body)
+            if len(frame) >= FRAME_PAGES or size >= FRAME_BYTES:
                 self._append(frame, staged)
-                frame, held = [], 0
+                frame, size = [], 0
         if frame:
             self._append(frame, staged)
 
     def _append(self, frame: Sequence[tuple[str, bytes]], staged: Staged) -> None:
         if self._file < 0 or (
-            not staged.rows and (self._end >= SEGMENT_BYTES or self._name in self._lost)
+            not staged.rows and (self._end >= SEGMENT_BYTES or self._name in self._unsynced)
         ):
             self._rotate()
         staged.segment = self._name
-        packed = self._squeeze.compress(b"".join([body for _, body in frame]))
+        packed = self._compressor.compress(b"".join([body for _, body in frame]))
         at = end = self._end
         view = memoryview(packed)
         while view:
@@ -156,7 +161,7 @@ class SegmentStore:
                 fd = os.open(self.directory, os.O_RDONLY)
                 os.fsync(fd)
                 os.close(fd)
-            except FileExistsError:  # of a worker that went by this name before
+            except FileExistsError:  # the file of an earlier worker with this name
                 lock.release()
             except BaseException:
                 lock.release(remove=True)
@@ -166,7 +171,7 @@ class SegmentStore:
                 return
 
     async def send(self, staged: StagedPages) -> None:
-        """Syncs ahead of the transaction: nobody should hold that open while the disk works."""
+        """Sync before the transaction, so that it is not open while the disk syncs."""
         assert isinstance(staged, Staged)
         if staged.rows and self.db.durability == "full":
             try:
@@ -180,12 +185,12 @@ class SegmentStore:
     def _unavailable(self, e: OSError) -> StoreUnavailable:
         return StoreUnavailable(
             f"cannot write pages to {self.directory}: {e}",
-            hint="free space or set PENSTOCK_PAGES_URL=file:DIR",
+            hint="free disk space, or set PENSTOCK_PAGES_URL=file:DIR",
         )
 
     def _sync(self, segment: str) -> None:
-        """A segment that was closed meanwhile was synced then."""
-        if segment in self._lost:
+        """Sync the segment, unless it is closed: closing has synced it."""
+        if segment in self._unsynced:
             raise OSError(f"{segment} could not be synced before")
         with self._closing:
             fd = os.dup(self._file) if self._name == segment and self._file >= 0 else -1
@@ -193,15 +198,16 @@ class SegmentStore:
             try:
                 os.fdatasync(fd)
             except OSError:
-                self._lost.add(segment)
+                self._unsynced.add(segment)
                 raise
             finally:
                 os.close(fd)
 
     def index_in(self, tx: Tx, staged: StagedPages) -> list[str]:
-        """Sync the bytes if `send` has not, then name them: a row never points at bytes that a
-        power cut could take. Returns what was taken for known but is gone: retention, in another
-        process perhaps, was quicker.
+        """Insert the index rows. Sync the bytes before the commit, if `send` has not.
+
+        So a row never refers to bytes that a power cut could lose. Return the ids in `again` that
+        are no longer stored, because retention has deleted them, maybe in another process.
         """
         assert isinstance(staged, Staged)
         now = self.clock.now()
@@ -213,7 +219,8 @@ class SegmentStore:
                 tx.execute("INSERT INTO segment(name, made) VALUES(?,?)", (staged.segment, now))
                 segment = tx.last_insert_rowid()
             tx.executemany(
-                "INSERT INTO page VALUES(?,?,?,?,?,?,?) ON CONFLICT(hash) DO UPDATE SET seen=excluded.seen",
+                "INSERT INTO page VALUES(?,?,?,?,?,?,?) ON CONFLICT(hash) DO UPDATE"
+                " SET seen=excluded.seen",
                 [
                     (bytes.fromhex(h), segment, frame, packed, start, size, now)
                     for h, frame, packed, start, size in staged.rows
@@ -229,7 +236,7 @@ class SegmentStore:
         return [h for h in staged.again if h not in there]
 
     def forget(self, staged: StagedPages) -> None:
-        """The transaction failed: these are not known after all."""
+        """Remove the pages from the cache of stored pages, because the transaction failed."""
         assert isinstance(staged, Staged)
         for h in [*(row[0] for row in staged.rows), *staged.again]:
             self._known.pop(h, None)
@@ -241,7 +248,8 @@ class SegmentStore:
 
     def get_in(self, tx: Tx, page: str) -> bytes | None:
         row = tx.execute(
-            "SELECT s.name, p.frame, p.packed, p.start, p.size FROM page p JOIN segment s ON s.id=p.segment WHERE p.hash=?",
+            "SELECT s.name, p.frame, p.packed, p.start, p.size FROM page p"
+            " JOIN segment s ON s.id=p.segment WHERE p.hash=?",
             (_raw(page),),
         ).get
         if row is None:
@@ -250,8 +258,9 @@ class SegmentStore:
         body = self._frame(name, frame, packed)[start : start + size]
         if page_id(body) != page:
             raise Unreachable(
-                f"page {page} in {name} does not have its hash any more",
-                hint="restore the pages directory from a backup, or push the URL again with --force",
+                f"page {page} in {name} no longer matches its hash",
+                hint="restore the pages directory from a backup, "
+                "or push the URL again with --force",
             )
         return body
 
@@ -259,15 +268,16 @@ class SegmentStore:
         try:
             with open(self.directory / name, "rb") as f:
                 f.seek(frame)
-                return self._expand.decompress(f.read(packed))
+                return self._decompressor.decompress(f.read(packed))
         except (OSError, zstandard.ZstdError) as e:
             raise Unreachable(
                 f"pages cannot be read from {name}: {e}",
-                hint="restore the pages directory from a backup, or push the URL again with --force",
+                hint="restore the pages directory from a backup, "
+                "or push the URL again with --force",
             ) from e
 
     def find_in(self, tx: Tx, prefix: str) -> list[str]:
-        """Ids that begin so; ten at most."""
+        """Return at most ten page ids that start with `prefix`."""
         low, high = _raw(prefix.ljust(64, "0")), _raw(prefix.ljust(64, "f"))
         return [
             h.hex()
@@ -277,7 +287,7 @@ class SegmentStore:
         ]
 
     def sizes_in(self, tx: Tx, pages: Sequence[str]) -> dict[str, int]:
-        """Of these, the ones that are stored, with the sizes of their bodies."""
+        """Return the body sizes of those of `pages` that are stored."""
         found = {
             page: tx.execute("SELECT size FROM page WHERE hash=?", (_raw(page),)).get
             for page in pages
@@ -285,16 +295,16 @@ class SegmentStore:
         return {page: size for page, size in found.items() if size is not None}
 
     def totals_in(self, tx: Tx) -> tuple[int, int]:
-        """(pages stored, bytes their segments take)."""
+        """Return the number of stored pages and the bytes of their segments."""
         return int(tx.execute("SELECT count(*) FROM page").get), sum(self._sizes(tx).values())
 
     def problems_in(self, tx: Tx) -> list[str]:
-        gone = [
+        deleted = [
             name
             for (name,) in tx.execute("SELECT name FROM segment ORDER BY id")
             if not (self.directory / name).exists()
         ]
-        return [f"{name} is missing in {self.directory}" for name in gone]
+        return [f"{name} is missing in {self.directory}" for name in deleted]
 
     # -- retention ---------------------------------------------------------------------------------
 
@@ -306,12 +316,16 @@ class SegmentStore:
         max_bytes: int | None,
         keep: Callable[[Sequence[str]], set[str]],
     ) -> tuple[int, int]:
-        """(pages removed, bytes freed). `keep` answers which of these pages an open event still
-        needs.
+        """Delete old pages. Return the number of pages removed and of bytes freed.
+
+        `keep` returns which of the given pages an open event still needs.
         """
         removed = 0
         if older_than is not None:
-            query = "SELECT p.hash FROM segment s JOIN page p ON p.segment=s.id WHERE s.made<?1 AND p.seen<?1 LIMIT 20000"
+            query = (
+                "SELECT p.hash FROM segment s JOIN page p ON p.segment=s.id WHERE s.made<?1"
+                " AND p.seen<?1 LIMIT 20000"
+            )
             old = [h.hex() for (h,) in tx.execute(query, (older_than,))]
             removed += self._remove(tx, old, keep)
         if max_bytes is not None:
@@ -332,11 +346,11 @@ class SegmentStore:
         self, tx: Tx, pages: Sequence[str], keep: Callable[[Sequence[str]], set[str]]
     ) -> int:
         wanted = keep(pages)
-        gone = [h for h in pages if h not in wanted]
-        tx.executemany("DELETE FROM page WHERE hash=?", [(bytes.fromhex(h),) for h in gone])
-        for h in gone:
+        deleted = [h for h in pages if h not in wanted]
+        tx.executemany("DELETE FROM page WHERE hash=?", [(bytes.fromhex(h),) for h in deleted])
+        for h in deleted:
             self._known.pop(h, None)
-        return len(gone)
+        return len(deleted)
 
     def _sizes(self, tx: Tx) -> dict[int, int]:
         sizes = {}
@@ -346,8 +360,9 @@ class SegmentStore:
         return sizes
 
     def _reclaim(self, tx: Tx) -> int:
-        """Unlink segments nobody needs; move the rest of one that is mostly empty, a little at a
-        time.
+        """Mark segments without pages for deletion. Return the bytes that this frees.
+
+        Move the remaining pages out of mostly empty segments, at most MOVE_BYTES in one call.
         """
         freed, budget = 0, MOVE_BYTES
         for id_, size in self._sizes(tx).items():
@@ -360,9 +375,8 @@ class SegmentStore:
             if frames and sum(packed for _, packed in frames) >= size * LIVE_SHARE:
                 continue
             moved = 0
-            with contextlib.suppress(
-                Unreachable
-            ):  # a damaged segment stays as it is: whoever asks for its pages is told
+            # A damaged segment stays unchanged. Reading its pages raises the error.
+            with contextlib.suppress(Unreachable):
                 for frame, packed in frames:
                     if budget <= 0:
                         break
@@ -376,27 +390,29 @@ class SegmentStore:
         return freed
 
     def _move(self, tx: Tx, segment: int, name: str, frame: int, packed: int) -> None:
-        """Write what is left of a frame again, elsewhere."""
+        """Copy the remaining pages of a frame to the current segment."""
         rows = tx.execute(
             "SELECT hash, start, size, seen FROM page WHERE segment=? AND frame=?", (segment, frame)
         ).fetchall()
-        whole = self._frame(name, frame, packed)
-        pages = [(h.hex(), whole[start : start + size]) for h, start, size, _ in rows]
+        bodies = self._frame(name, frame, packed)
+        pages = [(h.hex(), bodies[start : start + size]) for h, start, size, _ in rows]
         for h, body in pages:
             if page_id(body) != h:
-                raise Unreachable(f"page {h} in {name} does not have its hash any more")
+                raise Unreachable(f"page {h} in {name} no longer matches its hash")
             self._known.pop(h, None)
         tx.execute("DELETE FROM page WHERE segment=? AND frame=?", (segment, frame))
         self.index_in(tx, self.stage(pages))
         tx.executemany("UPDATE page SET seen=? WHERE hash=?", [(seen, h) for h, _, _, seen in rows])
-        oldest = min(seen for *_, seen in rows)  # or age would pass them over
+        # Retention by age looks only at segments that are old enough.
+        oldest = min(seen for *_, seen in rows)
         tx.execute(
             "UPDATE segment SET made=? WHERE name=? AND made>?", (oldest, self._name, oldest)
         )
 
     def sweep_in(self, tx: Tx) -> None:
-        """Unlink what an earlier, committed transaction doomed: a rolled-back one must find its
-        files again.
+        """Delete segment files that an earlier, committed transaction marked.
+
+        Deleting them in that transaction would lose them on rollback.
         """
         for (name,) in tx.execute("SELECT name FROM doomed").fetchall():
             for suffix in ("", ".lock"):
@@ -404,9 +420,8 @@ class SegmentStore:
                     (self.directory / (name + suffix)).unlink()
         tx.execute("DELETE FROM doomed")
         named = {name for (name,) in tx.execute("SELECT name FROM segment")}
-        for path in self.directory.glob(
-            "*.seg"
-        ):  # of a process that was killed before its first commit
+        # Also delete segments of processes that were killed before their first commit.
+        for path in self.directory.glob("*.seg"):
             with contextlib.suppress(FileNotFoundError):
                 if (
                     path.name not in named
@@ -428,9 +443,8 @@ class SegmentStore:
     def _close_segment(self) -> None:
         if self._file >= 0:
             with self._closing:
-                if (
-                    self.db.durability == "full"
-                ):  # what was staged here is committed later, when this descriptor is gone
+                # Pages that are staged here may be committed later. Then this descriptor is closed.
+                if self.db.durability == "full":
                     os.fdatasync(self._file)
                 os.close(self._file)
                 self._file = -1
@@ -445,8 +459,9 @@ class SegmentStore:
 
 
 def open_pages(url: str, context: Context) -> SegmentStore:
-    """`file:DIR`: the bytes there, the index in the ledger's store, so that a page and its event
-    are committed together.
+    """Open the page store of a `file:DIR` URL.
+
+    Its index is in the ledger's store, so that a page and its event are committed together.
     """
     directory = Path(url.removeprefix("file:"))
     return SegmentStore(

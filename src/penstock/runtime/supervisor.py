@@ -1,5 +1,6 @@
-"""Processes and signals of `penstock run`: one worker, or several under a parent that restarts the
-dead and forwards what it is told.
+"""Processes and signals of `penstock run`: one worker, or several workers under a parent process.
+
+The parent restarts crashed workers and forwards signals.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from penstock.runtime.process import Running
 
 log = logging.getLogger("penstock")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-RESTART_DELAY = 1.0
+RESTART_DELAY = 1.0  # least seconds between two starts of a worker
 PR_SET_PDEATHSIG = 1
 
 
@@ -34,10 +35,9 @@ def run_command(
     workers: int = 1,
     until_idle: bool = False,
 ) -> int:
-    """Until a signal, or until idle. Returns the exit code."""
-    running = Running(
-        config, pipeline_file, roles=roles
-    )  # checks first: a bad pipeline must not fail once per worker
+    """Run workers until a signal, or until idle. Return the exit code."""
+    # This checks the pipeline, so that an error is reported once and not by each worker.
+    running = Running(config, pipeline_file, roles=roles)
     if workers == 1:
         return run_worker(running, until_idle=until_idle)
     return _supervise(
@@ -68,11 +68,13 @@ async def _with_signals(
 
     def on_signal(number: int) -> None:
         if stop.is_set():
-            # a terminal or a service manager signals the whole group, and our supervisor says it
-            # again: that is one signal
+            # A terminal or a service manager signals the whole process group, and the supervisor
+            # forwards the signal. That counts as one signal.
             if supervised:
                 return
-            log.warning("second signal: leaving at once; leases are taken back by the next worker")
+            log.warning(
+                "second signal: exiting now, the next worker takes over the leases of this one"
+            )
             os._exit(128 + number)
         log.info("draining: finishing or releasing within %g s", running.config.grace)
         stop.set()
@@ -80,35 +82,32 @@ async def _with_signals(
     for number in SIGNALS:
         loop.add_signal_handler(number, on_signal, number)
     gc.collect()
-    gc.freeze()  # what start-up made stays; the collector need not walk it again for every page
-    gc.set_threshold(
-        100_000, 50, 50
-    )  # thousands of events are held at once, and none of them is garbage
+    gc.freeze()  # objects of the start-up are not collected, so the collector need not visit them
+    # Higher than the default: thousands of live events are in memory, and none of them is garbage.
+    gc.set_threshold(100_000, 50, 50)
     return await running.run(stop, until_idle=until_idle, opened=opened)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     try:
         import uvloop
-    except ImportError:  # not to be had on Windows; slower, not different
+    except ImportError:  # uvloop does not exist for Windows. asyncio is slower, but works the same.
         return None
     return uvloop.new_event_loop
 
 
 def _keep_freed_memory() -> None:
-    """glibc gives memory back after every large body; keeping it saved a fifth of the time a page
-    takes.
+    """Configure glibc to keep freed memory. By default it returns memory after each large body.
+
+    Keeping it saves a fifth of the time of a page.
     """
     if sys.platform == "linux":
         try:
             mallopt = ctypes.CDLL(None).mallopt
         except (OSError, AttributeError):
             return
-        for option, value in (
-            (-3, 1 << 30),
-            (-1, 256 << 20),
-            (-2, 16 << 20),
-        ):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
+        # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
+        for option, value in ((-3, 1 << 30), (-1, 256 << 20), (-2, 16 << 20)):
             mallopt(option, value)
 
 
@@ -116,11 +115,11 @@ def _keep_freed_memory() -> None:
 
 
 def _supervise(work: Callable[[], int], n: int) -> int:
-    """Forks before anything is open. A worker that dies is started again; one that ends by itself
-    ends the run with its code.
+    """Fork workers, before any file or connection is open. Return the highest exit code.
 
-    What cannot be reached when the run starts is the user's to mend; what went away later comes
-    back, and a replacement waits for it.
+    A worker that was killed is started again. If a worker exits with an error of configuration or
+    connection, the run ends with its code. A replacement that cannot reach a server is started
+    again, because the server worked when the run started.
     """
     me = os.getpid()
     children: dict[int, float] = {}
@@ -132,13 +131,12 @@ def _supervise(work: Callable[[], int], n: int) -> int:
         nonlocal stopping
         stopping += 1
         for pid in children:
-            with contextlib.suppress(ProcessLookupError):  # it ended, and that is not noted yet
+            with contextlib.suppress(ProcessLookupError):  # ended, but not yet reaped
                 os.kill(pid, signal.SIGTERM if stopping == 1 else signal.SIGKILL)
 
     def start(*, replaces: bool) -> None:
-        signal.pthread_sigmask(
-            signal.SIG_BLOCK, SIGNALS
-        )  # a signal waits until the child is noted here, and has shed our handlers there
+        # Block signals until the child is in `children`, and has reset its signal handlers.
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         if not stopping:
             pid = os.fork()
             if pid == 0:
@@ -149,7 +147,8 @@ def _supervise(work: Callable[[], int], n: int) -> int:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     gc.collect()
-    # what is loaded by now the children share, as long as nobody's collector walks over it
+    # The children share the memory of all objects loaded now, unless a garbage collector writes to
+    # them.
     gc.freeze()
     before = {number: signal.signal(number, on_signal) for number in SIGNALS}
     try:
@@ -161,7 +160,7 @@ def _supervise(work: Callable[[], int], n: int) -> int:
             code = os.waitstatus_to_exitcode(status)
             if not stopping and (code < 0 or (code == UNREACHABLE and pid in replacements)):
                 log.warning(
-                    "worker %d %s; starting another",
+                    "worker %d %s: starting another worker",
                     pid,
                     f"was killed by signal {-code}" if code < 0 else "could not reach a server",
                 )
@@ -169,9 +168,8 @@ def _supervise(work: Callable[[], int], n: int) -> int:
                 start(replaces=True)
             elif code > 0 and not stopping:
                 codes.append(code)
-                if (
-                    code != RAN_WITH_FAILURES
-                ):  # configuration, unreachable: the others would say the same
+                # After a configuration or connection error, the other workers would fail alike.
+                if code != RAN_WITH_FAILURES:
                     on_signal(signal.SIGTERM, None)
             elif code > 0:
                 codes.append(code)
@@ -182,7 +180,10 @@ def _supervise(work: Callable[[], int], n: int) -> int:
 
 
 def _child(work: Callable[[], int], parent: int) -> int:
-    """A worker must not outlive its supervisor, however that one ends."""
+    """Run a worker in the forked child. Return its exit code.
+
+    On Linux, the kernel kills the worker when its supervisor ends.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:

@@ -1,5 +1,6 @@
-"""What an adapter's `open_*` function is given: the configuration, the clock, and stores opened
-once each.
+"""Argument of each adapter's `open_*` function: the configuration, the clock, and the open stores.
+
+Each store is opened once and shared.
 """
 
 from __future__ import annotations
@@ -33,12 +34,17 @@ class Context:
         self._servers: dict[str, PostgresStore] = {}
 
     def database(self, url: str) -> Database:
-        """Adapters that name the same file share its one writing connection, and so may commit
-        together.
+        """Return the store of an SQLite file.
+
+        Adapters that name the same file share its one writing connection. So they can commit in one
+        transaction.
         """
         path = url.removeprefix("sqlite:").removeprefix("//")
         if not path:
-            raise ConfigError(f"{url!r} names no file", hint="sqlite:/var/lib/penstock/penstock.db")
+            raise ConfigError(
+                f"{url!r} does not name a file",
+                hint="write it as sqlite:/var/lib/penstock/penstock.db",
+            )
         key = path if path == ":memory:" else str(Path(path).absolute())
         if key not in self._databases:
             self._databases[key] = Database(
@@ -47,8 +53,12 @@ class Context:
         return self._databases[key]
 
     def server(self, url: str) -> PostgresStore:
-        """Adapters that name the same database share its connections, and so may commit together."""
-        from penstock.stores.postgres.store import PostgresStore  # an extra
+        """Return the store of a PostgreSQL database.
+
+        Adapters that name the same database share its connections. So they can commit in one
+        transaction.
+        """
+        from penstock.stores.postgres.store import PostgresStore  # needs an optional dependency
 
         if url not in self._servers:
             namespace = self.config.namespace or "penstock"
@@ -58,7 +68,7 @@ class Context:
         return self._servers[url]
 
     def store(self, url: str) -> SqlStore:
-        """What shared SQL runs on, whatever the scheme."""
+        """Return the store on which shared SQL runs: PostgreSQL or SQLite, by the URL's scheme."""
         return (
             self.server(url) if url.startswith(("postgres:", "postgresql:")) else self.database(url)
         )

@@ -1,5 +1,6 @@
-"""A topic as sources and sinks name it, `kafka://user:password@host:9092/topic?option=value`,
-checked, and how Kafka's errors read. Nothing connects here.
+"""URL of a Kafka topic, as sources and sinks use it, and explanations of Kafka errors.
+
+The form is `kafka://user:password@host:9092/topic?option=value`. No connection is opened here.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from penstock.rules.masking import mask
 from penstock.stores.kafka_access import SASL, Access, server, told
 
 EXAMPLE = "kafka://127.0.0.1:9092/products"
-_MISSING = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC)
-_TEXT = units.texts(r"[^\0]+", "a text, or env:NAME for what the variable NAME holds")
-# `key` is what names a record, so the client certificate's own key has a longer name here than in a
-# broker's URL.
+_NO_TOPIC = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC)
+_TEXT = units.texts(r"[^\0]+", "a text, or env:NAME for the value of the variable NAME")
+# `key` is the option for the record key. So the private key of the client certificate has a longer
+# name here than in a broker's URL.
 _FILES = {"ca": "ca", "cert": "cert", "cert_key": "key", "cert_key_password": "key_password"}
 CONNECTION: dict[str, units.Kind] = {
     **dict.fromkeys(("username", "password", *_FILES), _TEXT),
@@ -33,7 +34,7 @@ CONNECTION: dict[str, units.Kind] = {
 
 
 class Topic(Access, frozen=True, kw_only=True):
-    """Where it is and how to get in. `label` is what may be printed."""
+    """Address and credentials of a topic. `label` has no secrets and may be printed."""
 
     name: str
 
@@ -50,14 +51,16 @@ def parse(
     where: str,
     env: Mapping[str, str] | None = None,
 ) -> tuple[Topic, dict[str, Any]]:
-    """The topic, and the caller's own options that were given (`known`), from the query and from
-    beside the URL. Raises ConfigError, never with a password.
+    """Return the topic, and the given options that are in `known`, the caller's own options.
+
+    Options come from the URL's query and from `given`, which has priority. Raises ConfigError. The
+    message never has a password.
     """
     scheme, _, rest = url.partition("://")
     if scheme not in ("kafka", "kafka+ssl") or not rest:
         raise ConfigError(
-            f"{where}: {mask(url)!r} is no Kafka URL",
-            hint=f"{EXAMPLE}, or kafka+ssl://user:password@host:9093/products",
+            f"{where}: {mask(url)!r} is not a Kafka URL",
+            hint=f"write it as {EXAMPLE}, or kafka+ssl://user:password@host:9093/products",
         )
     rest, _, query = rest.partition("?")
     userinfo, _, place = rest.rpartition("@")
@@ -67,7 +70,7 @@ def parse(
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,249}", name) or name in (".", ".."):
         raise ConfigError(
             f"{where}: {name!r} cannot be a topic" if name else f"{where}: its URL names no topic",
-            hint=f"{scheme}://{hosts}/products",
+            hint=f"write it as {scheme}://{hosts}/products",
         )
     servers = ",".join(server(host.strip(), where, EXAMPLE) for host in hosts.split(","))
     found: dict[str, Any] = {}
@@ -92,33 +95,33 @@ def parse(
                 f"{where}: there is no option {option!r}",
                 hint=f"did you mean {near[0]}?"
                 if near
-                else f"it has {', '.join([*known, *CONNECTION])}",
+                else f"use one of {', '.join([*known, *CONNECTION])}",
             )
         try:
             found[option] = kind.read(
-                _said(value, f"{where}: {option}", os.environ if env is None else env)
+                _resolve_env(value, f"{where}: {option}", os.environ if env is None else env)
             )
         except (ValueError, OverflowError, TypeError):
-            shown = "what it is" if "password" in option else repr(value)
+            shown = "the given value" if "password" in option else repr(value)
             raise ConfigError(
-                f"{where}: {option} cannot be {shown}", hint=f"it is {kind.expected}"
+                f"{where}: {option} cannot be {shown}", hint=f"use {kind.expected}"
             ) from None
     if bool(found.get("username")) != bool(found.get("password")):
         raise ConfigError(
-            f"{where}: a user without a password, or the other way round",
-            hint=f"{scheme}://user:password@{hosts}/{name}",
+            f"{where}: the user or the password is missing",
+            hint=f"give both: {scheme}://user:password@{hosts}/{name}",
         )
-    ours = {
+    connection = {
         _FILES.get(option, option): value
         for option, value in found.items()
         if option in CONNECTION and option not in known
     }
-    return Topic(servers=servers, name=name, tls=scheme == "kafka+ssl", rdkafka=rdkafka, **ours), {
-        o: v for o, v in found.items() if o in known
-    }
+    return Topic(
+        servers=servers, name=name, tls=scheme == "kafka+ssl", rdkafka=rdkafka, **connection
+    ), {o: v for o, v in found.items() if o in known}
 
 
-def _said(value: Any, where: str, env: Mapping[str, str]) -> Any:
+def _resolve_env(value: Any, where: str, env: Mapping[str, str]) -> Any:
     if not isinstance(value, str) or not value.startswith("env:"):
         return value
     variable = value.removeprefix("env:")
@@ -131,11 +134,11 @@ def _said(value: Any, where: str, env: Mapping[str, str]) -> Any:
 
 
 def sentence(topic: Topic, error: KafkaError, doing: str) -> tuple[str, str]:
-    """What is wrong and what to try, without a password."""
-    if error.code() in _MISSING:
+    """Return the message and the hint for an error. They contain no password."""
+    if error.code() in _NO_TOPIC:
         return (
             f"Kafka at {topic.servers} has no topic {topic.name}",
-            "check its name, or make it; one that a connector fills is made with its first message",
+            "check its name, or create it. A connector creates its topic with the first message",
         )
     return told(
         topic,

@@ -1,5 +1,6 @@
-"""How to get in at a Kafka cluster, whoever asks (broker, source or sink), and how its errors read
-to a person. Nothing connects here.
+"""Address and credentials of a Kafka cluster, and explanations of its errors.
+
+For broker, source and sink. No connection is opened here.
 """
 
 from __future__ import annotations
@@ -12,27 +13,29 @@ from confluent_kafka import KafkaError, KafkaException
 from penstock.errors import ConfigError
 
 SASL = {"plain": "PLAIN", "scram-sha-256": "SCRAM-SHA-256", "scram-sha-512": "SCRAM-SHA-512"}
-_FILES = {
+_TLS_PROPERTIES = {
     "ca": "ssl.ca.location",
     "cert": "ssl.certificate.location",
     "key": "ssl.key.location",
     "key_password": "ssl.key.password",
 }
-_DENIED = (
+_PERMISSION_ERRORS = (
     KafkaError.TOPIC_AUTHORIZATION_FAILED,
     KafkaError.GROUP_AUTHORIZATION_FAILED,
     KafkaError.CLUSTER_AUTHORIZATION_FAILED,
     KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
 )
-_LOGIN = (
+_LOGIN_ERRORS = (
     KafkaError._AUTHENTICATION,
     KafkaError.SASL_AUTHENTICATION_FAILED,
     KafkaError.UNSUPPORTED_SASL_MECHANISM,
 )
-_TOO_OLD = (KafkaError._UNSUPPORTED_FEATURE, KafkaError.UNSUPPORTED_VERSION)
+_VERSION_ERRORS = (KafkaError._UNSUPPORTED_FEATURE, KafkaError.UNSUPPORTED_VERSION)
 
 
 class Access(msgspec.Struct, frozen=True, kw_only=True):
+    """Address, credentials and TLS files of a cluster."""
+
     servers: str
     tls: bool = False
     username: str = ""
@@ -44,10 +47,11 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
     key_password: str = ""
     verify: bool = True
     timeout: float = 10.0
-    rdkafka: dict[str, str] = {}  # goes last, over what a client's user sets
+    # librdkafka properties from the configuration. The caller applies them last, over its own.
+    rdkafka: dict[str, str] = {}
 
     def client(self) -> dict[str, Any]:
-        """The properties that every client of ours has."""
+        """Return the librdkafka properties that all Penstock clients share."""
         conf: dict[str, Any] = {
             "bootstrap.servers": self.servers,
             "client.id": "penstock",
@@ -55,7 +59,7 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
             + ("SSL" if self.tls else "PLAINTEXT"),
             "socket.keepalive.enable": True,
             "log.connection.close": False,
-            "log_level": 2,  # what matters comes as an error and is told by us
+            "log_level": 2,  # critical only: Penstock logs the errors that it gets by callback
             "reconnect.backoff.max.ms": 2000,
         }
         if self.username:
@@ -66,7 +70,9 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
             }
         if self.tls:
             conf |= {
-                theirs: value for ours, theirs in _FILES.items() if (value := getattr(self, ours))
+                name: value
+                for field, name in _TLS_PROPERTIES.items()
+                if (value := getattr(self, field))
             }
             if not self.verify:
                 conf["enable.ssl.certificate.verification"] = False
@@ -74,12 +80,12 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def server(host: str, where: str, example: str) -> str:
-    """`host:port` of one address. Raises ConfigError."""
+    """Return `host:port` of one address. The default port is 9092. Raises ConfigError."""
     name, _, port = host.rpartition(":") if not host.endswith("]") else (host, "", "")
     if not name:
         name, port = host, ""
     if not name or (port and not (port.isdecimal() and 0 < int(port) < 65536)):
-        raise ConfigError(f"{where}: {host!r} is no host and port", hint=example)
+        raise ConfigError(f"{where}: {host!r} is not a host and port", hint=example)
     return f"{name}:{port or 9092}"
 
 
@@ -88,40 +94,47 @@ def error_of(e: KafkaException | KafkaError) -> KafkaError:
 
 
 def weightier(old: KafkaError | None, new: KafkaError) -> KafkaError:
-    """Of several complaints of a client, the one that says most: a refused password also looks like
-    servers that are all down.
+    """Return the more specific of two errors of a client.
+
+    After a rejected password, the client also reports that all servers are down.
     """
-    telling = (*_LOGIN, *_DENIED, KafkaError._SSL, KafkaError._RESOLVE)
-    return old if old is not None and old.code() in telling and new.code() not in telling else new
+    specific = (*_LOGIN_ERRORS, *_PERMISSION_ERRORS, KafkaError._SSL, KafkaError._RESOLVE)
+    return old if old is not None and old.code() in specific and new.code() not in specific else new
 
 
 def told(
     access: Access, error: KafkaError, doing: str, *, url: str, rights: str
 ) -> tuple[str, str]:
-    """What is wrong and what to try, without a password. `url`: where its address is written;
-    `rights`: which ones are needed.
+    """Return the message and the hint for an error. They contain no password.
+
+    `url` names the setting of the address, `rights` the permissions that the user needs.
     """
     code, text = error.code(), error.str()
     for secret in (access.password, access.key_password):
         text = text.replace(secret, "***") if secret else text
     at = f"Kafka at {access.servers}"
-    if code in _LOGIN:
+    if code in _LOGIN_ERRORS:
         return f"{at} refuses the login ({text})", f"check user, password and sasl= in {url}"
-    if code in _DENIED:
-        return f"{at} does not permit us {doing} ({text})", f"give this user {rights}"
+    if code in _PERMISSION_ERRORS:
+        return f"{at} does not permit {doing} ({text})", f"give this user {rights}"
     if code == KafkaError._SSL:
         return (
             f"no TLS connection to {at} ({text})",
-            "kafka+ssl:// is for TLS ports and kafka:// for plain ones; ca=FILE names the CA of a private certificate",
+            "use kafka+ssl:// for TLS ports and kafka:// for plain ports. "
+            "Name the CA of a private certificate with ca=FILE",
         )
     if code == KafkaError._RESOLVE:
-        return f"the host of {at} is not known ({text})", f"check the spelling of the host in {url}"
-    if code in _TOO_OLD:
+        return (
+            f"the host of {at} cannot be resolved ({text})",
+            f"check the spelling of the host in {url}",
+        )
+    if code in _VERSION_ERRORS:
         return (
             f"{at} is too old for {doing} ({text})",
-            "Kafka 2.4 or newer, 4.0 or newer with protocol=consumer",
+            "use Kafka 2.4 or newer, or with protocol=consumer 4.0 or newer",
         )
     return (
         f"{at} cannot be reached for {doing} ({text})",
-        "is it running, and are host and port right? A server that wants TLS or a login only hangs up on others: kafka+ssl://, user:password@",
+        "check that it runs, and host and port. A server that requires TLS or a login closes other "
+        "connections without an error: use kafka+ssl:// and user:password@",
     )

@@ -1,5 +1,6 @@
-"""One Redis server as this process knows it: its DSN, whether it can be trusted with our keys, and
-scripts run in one round trip.
+"""Client of one Redis server: parses the DSN, checks the server's settings, and runs Lua scripts.
+
+A batch of scripts takes one round trip.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ from redis.retry import Retry as BlockingRetry
 
 from penstock.errors import ConfigError, PenstockError, StoreUnavailable, Unreachable
 
-OLDEST = (7, 0)  # script flags, LPOP with a count, and XAUTOCLAIM that forgets deleted entries
-PATIENCE = 10.0  # seconds for one round trip; a server that is silent for longer is away
+# Oldest supported version. It has script flags, LPOP with a count, and an XAUTOCLAIM that drops
+# deleted entries.
+OLDEST = (7, 0)
+REPLY_TIMEOUT = 10.0  # seconds for one round trip, after which the server counts as unavailable
 TLS_OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 Argument = str | bytes | int | float
 
 
 class Script:
-    """Lua that the server keeps; sent again to one that has forgotten it."""
+    """Lua script that the server caches. The text is sent again if the server does not have it."""
 
     def __init__(self, text: str) -> None:
         self.text: Final = text.encode()
@@ -35,24 +38,26 @@ class Script:
 
 
 class Lost(StoreUnavailable):
-    """The connection broke after the command was sent: it may or may not have happened."""
+    """The connection was lost after the command was sent. The command may have been executed."""
 
 
 class Server:
-    """Connections are opened when first used, and checked once: a server that could forget our keys
-    is refused, not used.
+    """Connections to a server, opened when first used.
+
+    The server is checked once. A server that could lose the keys of Penstock is rejected.
     """
 
     def __init__(self, url: str, *, evictable: bool) -> None:
-        """`evictable`: the caller's keys expire, so a server that evicts only such keys could take
-        them too.
+        """Parse the URL. `evictable` means that the caller's keys have an expiry time.
+
+        Then a server that evicts only such keys is rejected too.
         """
         options, volatile = parse(url)
         self.name = f"{options['host']}:{options['port']}"
         self.tls = url.startswith("rediss:")
         self.options = {
             "protocol": 2,
-            "socket_timeout": PATIENCE,
+            "socket_timeout": REPLY_TIMEOUT,
             "socket_connect_timeout": 5.0,
             **options,
         }
@@ -68,7 +73,7 @@ class Server:
     # -- calls -------------------------------------------------------------------------------------
 
     async def run(self, script: Script, keys: Sequence[str], *args: Argument) -> Any:
-        """One script, one round trip."""
+        """Run one script in one round trip."""
         (answer,) = await self.run_all([(script, keys, args)])
         if isinstance(answer, wrong.RedisError):
             raise self.explained(answer)
@@ -77,23 +82,24 @@ class Server:
     async def run_all(
         self, calls: Sequence[tuple[Script, Sequence[str], Sequence[Argument]]]
     ) -> list[Any]:
-        """Several scripts in one round trip; what the server said against one of them is its
-        answer. Raises Lost if nobody knows what happened.
+        """Run several scripts in one round trip. The result of a failed script is its error.
+
+        Raises Lost if it is unknown whether the scripts ran.
         """
         if not self._checked:
             await self.check()
         answers = await self._exchange(
             [(b"EVALSHA", s.sha, len(keys), *keys, *args) for s, keys, args in calls]
         )
-        forgotten = [i for i, a in enumerate(answers) if isinstance(a, wrong.NoScriptError)]
-        if forgotten:  # a server that was started again has none
+        uncached = [i for i, a in enumerate(answers) if isinstance(a, wrong.NoScriptError)]
+        if uncached:  # a restarted server has no scripts
             again = await self._exchange(
                 [
                     (b"EVAL", calls[i][0].text, len(calls[i][1]), *calls[i][1], *calls[i][2])
-                    for i in forgotten
+                    for i in uncached
                 ]
             )
-            for i, a in zip(forgotten, again, strict=True):
+            for i, a in zip(uncached, again, strict=True):
                 answers[i] = a
         return answers
 
@@ -106,7 +112,10 @@ class Server:
         return answer
 
     async def _exchange(self, commands: Sequence[Sequence[Argument]]) -> list[Any]:
-        """Errors of single commands come back as values; trouble with the connection is raised."""
+        """Send commands and read the replies. An error of a command is returned as its reply.
+
+        An error of the connection is raised.
+        """
         task = asyncio.current_task()
         before = task.cancelling() if task is not None else 0
         try:
@@ -115,9 +124,8 @@ class Server:
             raise self.explained(e) from e
         try:
             await connection.send_packed_command(connection.pack_commands(commands))
-            if (
-                task is not None and task.cancelling() > before
-            ):  # the client sends by wait_for, which before Python 3.12 loses a cancellation now and then
+            # The client sends with wait_for, which before Python 3.12 may lose a cancellation.
+            if task is not None and task.cancelling() > before:
                 raise asyncio.CancelledError
             answers: list[Any] = []
             for _ in commands:
@@ -128,16 +136,16 @@ class Server:
                 except wrong.ConnectionError as e:
                     if not connection.is_connected:
                         raise
-                    answers.append(e)  # "loading": an answer like any other
+                    answers.append(e)  # the "loading" error is a normal reply
             return answers
         except (wrong.RedisError, OSError) as e:
             raise Lost(
-                f"the connection to Redis at {self.name} broke: {e}",
-                hint="it is tried again; see whether the server runs",
+                f"the connection to Redis at {self.name} was lost: {e}",
+                hint="check that the server runs. The command is retried",
             ) from e
-        except (
-            BaseException
-        ):  # cancelled halfway: the next user of this connection would read our answer
+        except BaseException:
+            # Cancelled before all replies were read. The next user of this connection would read
+            # them.
             await connection.disconnect(nowait=True)
             raise
         finally:
@@ -148,13 +156,16 @@ class Server:
         if isinstance(e, wrong.AuthenticationError) or said.startswith(("NOAUTH", "WRONGPASS")):
             missing = said.startswith("NOAUTH") or "Authentication required" in said
             return Unreachable(
-                f"Redis at {self.name} {'asks for a password' if missing else 'refuses the user or password'}",
-                hint="put both into the DSN: redis://USER:PASSWORD@HOST:PORT (USER may be empty; percent-encode special characters)",
+                f"Redis at {self.name} "
+                f"{'requires a password' if missing else 'refuses the user or password'}",
+                hint="put both into the DSN: redis://USER:PASSWORD@HOST:PORT "
+                "(USER may be empty. Percent-encode special characters)",
             )
         if isinstance(e, wrong.NoPermissionError) or "NOPERM" in said:
             return Unreachable(
-                f"Redis at {self.name} does not permit this user what Penstock needs: {said}",
-                hint="ACL SETUSER … ~* +@all -@dangerous +info, or at least the commands for scripts, streams, hashes, lists, sorted sets and INFO",
+                f"Redis at {self.name} denies this user a command that Penstock needs: {said}",
+                hint="run ACL SETUSER … ~* +@all -@dangerous +info, or permit at least the "
+                "commands for scripts, streams, hashes, lists, sorted sets and INFO",
             )
         if isinstance(e, wrong.ReadOnlyError):
             return StoreUnavailable(
@@ -163,19 +174,20 @@ class Server:
             )
         if isinstance(e, wrong.OutOfMemoryError):
             return StoreUnavailable(
-                f"Redis at {self.name} has reached its maxmemory and takes no more",
-                hint="drain it, or give it more memory",
+                f"Redis at {self.name} has reached its maxmemory and accepts no writes",
+                hint="delete data, or raise maxmemory",
             )
         return StoreUnavailable(
             f"Redis at {self.name} does not answer: {said}",
-            hint="it is tried again; see whether the server runs",
+            hint="check that the server runs. The command is retried",
         )
 
-    # -- trust -------------------------------------------------------------------------------------
+    # -- checks ------------------------------------------------------------------------------------
 
     async def check(self) -> None:
-        """Raises Unreachable, in one sentence, for a server that cannot be reached, refuses us, or
-        could lose what we store.
+        """Check the server once, before the first command.
+
+        Raises Unreachable if the server cannot be reached, rejects the login, or could lose keys.
         """
         async with self._checking:
             if self._checked:
@@ -186,7 +198,8 @@ class Server:
                 if "CERTIFICATE_VERIFY_FAILED" in e.message:
                     raise Unreachable(
                         f"the certificate of Redis at {self.name} is not trusted",
-                        hint="name its authority: rediss://…?ssl_ca_certs=FILE, and the host it is for",
+                        hint="name its CA with rediss://…?ssl_ca_certs=FILE, "
+                        "and use the host name of the certificate",
                     ) from e
                 raise Unreachable(
                     f"no Redis server answers at {self.name}",
@@ -195,8 +208,8 @@ class Server:
             if isinstance(said, wrong.BusyLoadingError):
                 raise self.explained(said)
             if isinstance(said, wrong.RedisError):
-                trouble = self.explained(said)
-                raise Unreachable(trouble.message, hint=trouble.hint)
+                error = self.explained(said)
+                raise Unreachable(error.message, hint=error.hint)
             self.judge(
                 dict(line.split(":", 1) for line in said.decode().splitlines() if ":" in line)
             )
@@ -210,9 +223,7 @@ class Server:
 
 
 class Blocking:
-    """The same server for commands that people type: they have no event loop, and wait for one
-    answer at a time.
-    """
+    """Blocking client of a server, for CLI commands, which have no event loop."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -225,12 +236,12 @@ class Blocking:
             except wrong.NoScriptError:
                 return client.execute_command("EVAL", script.text, len(keys), *keys, *args)
 
-        return self._ask(call)
+        return self._call(call)
 
     def command(self, *args: Argument) -> Any:
-        return self._ask(lambda client: client.execute_command(*args))
+        return self._call(lambda client: client.execute_command(*args))
 
-    def _ask(self, call: Callable[[Any], Any]) -> Any:
+    def _call(self, call: Callable[[Any], Any]) -> Any:
         try:
             if self._client is None:
                 client = Redis(
@@ -243,8 +254,8 @@ class Blocking:
                 self._client = client
             return call(self._client)
         except (wrong.RedisError, OSError) as e:
-            trouble = self._server.explained(e)
-            raise Unreachable(trouble.message, hint=trouble.hint) from e
+            error = self._server.explained(e)
+            raise Unreachable(error.message, hint=error.hint) from e
 
     def close(self) -> None:
         if self._client is not None:
@@ -253,9 +264,9 @@ class Blocking:
 
 
 def judge(facts: Mapping[str, str], name: str, *, evictable: bool, volatile: bool) -> None:
-    """What INFO says, weighed. Raises Unreachable, in one sentence."""
-    if facts.get("loading") == "1":  # what it says of itself is not final yet
-        raise Unreachable(f"Redis at {name} is loading its data", hint="try again in a moment")
+    """Check the reply of INFO. Raises Unreachable if the server is not usable."""
+    if facts.get("loading") == "1":  # the other values are not final yet
+        raise Unreachable(f"Redis at {name} is loading its data", hint="try again in some seconds")
     version = facts.get("redis_version", "0")
     if tuple(int(n) for n in version.split(".")[:2] if n.isdigit()) < OLDEST:
         raise Unreachable(
@@ -264,7 +275,8 @@ def judge(facts: Mapping[str, str], name: str, *, evictable: bool, volatile: boo
         )
     if facts.get("role") == "slave":
         raise Unreachable(
-            f"Redis at {name} is a replica and takes no writes", hint="name the primary in the DSN"
+            f"Redis at {name} is a replica and accepts no writes",
+            hint="name the primary in the DSN",
         )
     if facts.get("cluster_enabled") == "1":
         raise Unreachable(
@@ -276,42 +288,46 @@ def judge(facts: Mapping[str, str], name: str, *, evictable: bool, volatile: boo
     policy = facts.get("maxmemory_policy", "noeviction")
     if policy.startswith("allkeys") or (evictable and policy != "noeviction"):
         raise Unreachable(
-            f"Redis at {name} may evict our keys when memory is short (maxmemory-policy {policy})",
-            hint="CONFIG SET maxmemory-policy noeviction, or accept the loss with ?volatile=allow in the DSN",
+            f"Redis at {name} may evict keys of Penstock when memory is short "
+            f"(maxmemory-policy {policy})",
+            hint="run CONFIG SET maxmemory-policy noeviction, "
+            "or accept the loss with ?volatile=allow in the DSN",
         )
     if facts.get("aof_enabled") != "1":
         raise Unreachable(
-            f"Redis at {name} forgets on a restart (no append-only file)",
-            hint="CONFIG SET appendonly yes (and in redis.conf), or accept the loss with ?volatile=allow in the DSN",
+            f"Redis at {name} loses its data on a restart (no append-only file)",
+            hint="run CONFIG SET appendonly yes (and set it in redis.conf), "
+            "or accept the loss with ?volatile=allow in the DSN",
         )
 
 
 def parse(url: str) -> tuple[dict[str, Any], bool]:
-    """(connection options, may it be volatile). Raises ConfigError; no password is ever part of a
-    message.
+    """Return the connection options, and whether the DSN has `volatile=allow`.
+
+    Raises ConfigError. Its message never contains a password.
     """
     try:
         parts = urlsplit(url)
         port = parts.port or 6379
     except ValueError:
         raise ConfigError(
-            "the Redis DSN has a port that is no number", hint="redis://HOST:6379/0"
+            "the Redis DSN has a port that is not a number", hint="write it as redis://HOST:6379/0"
         ) from None
     if parts.scheme not in ("redis", "rediss"):
         raise ConfigError(
-            f"{parts.scheme!r} is no Redis scheme",
-            hint="redis://HOST:PORT or, with TLS, rediss://HOST:PORT",
+            f"{parts.scheme!r} is not a Redis scheme",
+            hint="use redis://HOST:PORT or, with TLS, rediss://HOST:PORT",
         )
     if not parts.hostname:
         raise ConfigError(
             f"the Redis DSN {parts.scheme}:{parts.path or '//'} names no host",
-            hint="redis://HOST:6379/0",
+            hint="write it as redis://HOST:6379/0",
         )
     number = parts.path.strip("/") or "0"
     if not number.isdigit():
         raise ConfigError(
-            f"the Redis DSN names database {number!r}, which is no number",
-            hint=f"{parts.scheme}://{parts.hostname}:{port}/0",
+            f"the Redis DSN names database {number!r}, which is not a number",
+            hint=f"write it as {parts.scheme}://{parts.hostname}:{port}/0",
         )
     options: dict[str, Any] = {"host": parts.hostname, "port": port, "db": int(number)}
     if parts.username:
@@ -325,13 +341,13 @@ def parse(url: str) -> tuple[dict[str, Any], bool]:
         elif name in TLS_OPTIONS and parts.scheme == "rediss":
             if not Path(value).is_file():
                 raise ConfigError(
-                    f"the Redis DSN names {value} as {name}, which is no file",
+                    f"the Redis DSN names {value} as {name}, which is not a file",
                     hint="give the path of a PEM file that this user may read",
                 )
             options[name] = value
         else:
             raise ConfigError(
-                f"the Redis DSN has an option that is not known or has no such value: {name}",
-                hint=f"known: volatile=allow; with rediss: {', '.join(TLS_OPTIONS)}",
+                f"the Redis DSN has an unknown option, or an unknown value of it: {name}",
+                hint=f"use volatile=allow, or with rediss {', '.join(TLS_OPTIONS)}",
             )
     return options, volatile

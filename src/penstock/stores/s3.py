@@ -1,5 +1,6 @@
-"""A bucket of S3, or of a server that speaks its protocol, as its URL names it, and what can be
-wrong with it. What is kept there is not known here.
+"""Bucket of S3, or of a server with its protocol, opened from a URL. Also explains its errors.
+
+The contents of the bucket are handled elsewhere.
 """
 
 from __future__ import annotations
@@ -16,17 +17,20 @@ from obstore.store import S3Store
 from penstock.errors import ConfigError, PenstockError, Unreachable
 from penstock.rules.masking import mask
 
-EXAMPLE = "s3://bucket/prefix?region=eu-west-1, or s3://bucket/prefix?endpoint=http://localhost:9000&key=…&secret=… for a server of your own"
+EXAMPLE = (
+    "s3://bucket/prefix?region=eu-west-1, or for your own server "
+    "s3://bucket/prefix?endpoint=http://localhost:9000&key=…&secret=…"
+)
 
 
-def said(e: Exception) -> str:
-    """The server's own words, or the first line of the library's, which goes on for a page."""
+def error_text(e: Exception) -> str:
+    """Return the server's code and message, or else the first line of the library's error."""
     text = str(e)
-    told = re.search(r"<Code>(\w+)</Code><Message>([^<]*)", text)
-    return f"{told[1]}: {told[2]}" if told else text.split("\n", 1)[0][:200]
+    found = re.search(r"<Code>(\w+)</Code><Message>([^<]*)", text)
+    return f"{found[1]}: {found[2]}" if found else text.split("\n", 1)[0][:200]
 
 
-KEYS = (
+BAD_CREDENTIALS = (
     "InvalidAccessKeyId",
     "SignatureDoesNotMatch",
     "InvalidToken",
@@ -36,8 +40,9 @@ KEYS = (
 
 
 def refused(e: Exception, place: str, *, setting: str, rights: str) -> PenstockError:
-    """Trouble with a bucket: one sentence each, and what to do about it. `setting` is where its URL
-    stands, `rights` are those that are needed.
+    """Return the error, with a hint, to raise for an error of the S3 library.
+
+    `setting` is the option that holds the URL, `rights` are the permissions that are needed.
     """
     text = str(e)
     if "NoSuchBucket" in text:
@@ -45,11 +50,12 @@ def refused(e: Exception, place: str, *, setting: str, rights: str) -> PenstockE
     if "169.254.169.254" in text or "credential" in text.lower():
         return ConfigError(
             f"there are no credentials for {place}",
-            hint="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or add key= and secret= to the URL",
+            hint="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+            "or add key= and secret= to the URL",
         )
-    if any(code in text for code in KEYS):
+    if any(code in text for code in BAD_CREDENTIALS):
         return Unreachable(
-            f"the server of {place} does not accept these credentials ({said(e)})",
+            f"the server of {place} does not accept these credentials ({error_text(e)})",
             hint="check key, secret and region",
         )
     if "PermanentRedirect" in text or "301 Moved" in text:
@@ -61,17 +67,19 @@ def refused(e: Exception, place: str, *, setting: str, rights: str) -> PenstockE
     if "error sending request" in text or "kind: Connect" in text:
         return Unreachable(
             f"the server of {place} cannot be reached",
-            hint="check endpoint= and region=, and that it runs",
+            hint="check endpoint= and region=, and that the server runs",
         )
-    return Unreachable(f"{place} cannot be used: {said(e)}", hint=f"check {setting}")
+    return Unreachable(f"{place} cannot be used: {error_text(e)}", hint=f"check {setting}")
 
 
 OPTIONS = ("endpoint", "region", "key", "secret")
 
 
 def bucket_at(url: str, *, whole: bool = False) -> tuple[Any, str]:
-    """The bucket, not yet asked for anything, and its name in messages; `whole`: not only what lies
-    under the URL's path. Raises ConfigError.
+    """Return the bucket and its name for messages. No request is sent yet.
+
+    Keys are relative to the URL's path, or to the root of the bucket if `whole`. Raises
+    ConfigError.
     """
     parts = urlsplit(url)
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
@@ -81,23 +89,25 @@ def bucket_at(url: str, *, whole: bool = False) -> tuple[Any, str]:
         if name not in OPTIONS:
             near = difflib.get_close_matches(name, OPTIONS, 1)
             raise ConfigError(
-                f"{mask(url)}: {name!r} is no option of an S3 URL",
+                f"{mask(url)}: {name!r} is not an option of an S3 URL",
                 hint=f"did you mean {near[0]}?" if near else "options: " + ", ".join(OPTIONS),
             )
     if bool(options.get("key")) != bool(options.get("secret")):
         raise ConfigError(
             f"{mask(url)} has half of its credentials",
-            hint="key=…&secret=…, or neither for AWS_ACCESS_KEY_ID and so on",
+            hint="give key=…&secret=…, or neither and set AWS_ACCESS_KEY_ID and so on",
         )
     endpoint = options.get("endpoint", "")
     if endpoint and not re.match(r"https?://[^/]", endpoint):
         raise ConfigError(
-            f"{mask(url)}: endpoint is {endpoint!r}", hint="endpoint=https://host:port"
+            f"{mask(url)}: endpoint is {endpoint!r}", hint="write it as endpoint=https://host:port"
         )
-    given = {
-        "endpoint": endpoint, "region": options.get("region") or ("us-east-1" if endpoint else ""),
-        "access_key_id": options.get("key", ""), "secret_access_key": options.get("secret", ""),
-    }  # fmt: skip
+    given: dict[str, Any] = {
+        "endpoint": endpoint,
+        "region": options.get("region") or ("us-east-1" if endpoint else ""),
+        "access_key_id": options.get("key", ""),
+        "secret_access_key": options.get("secret", ""),
+    }
     try:
         bucket = S3Store(
             parts.netloc,
@@ -108,8 +118,8 @@ def bucket_at(url: str, *, whole: bool = False) -> tuple[Any, str]:
                 "allow_http": endpoint.startswith("http:"),
             },
             retry_config={"max_retries": 3, "retry_timeout": datetime.timedelta(seconds=20)},
-            **{name: value for name, value in given.items() if value},  # type: ignore[arg-type, unused-ignore]
+            **{name: value for name, value in given.items() if value},
         )
     except (BaseError, ValueError) as e:
-        raise ConfigError(f"{mask(url)} cannot be used: {said(e)}", hint=EXAMPLE) from e
+        raise ConfigError(f"{mask(url)} cannot be used: {error_text(e)}", hint=EXAMPLE) from e
     return bucket, f"bucket {parts.netloc}" + (f" at {endpoint}" if endpoint else "")

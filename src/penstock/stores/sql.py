@@ -1,6 +1,4 @@
-"""What shared SQL asks of the store it runs on: transactions with statements that SQLite and
-PostgreSQL both understand, and who commits them.
-"""
+"""Interface of a store for shared SQL, whose statements SQLite and PostgreSQL accept."""
 
 from __future__ import annotations
 
@@ -14,23 +12,26 @@ T = TypeVar("T")
 
 
 class Rows(Protocol):
-    """What a statement answers; SQL knows the types, Python cannot."""
+    """Result rows of a statement. The values are Any: their types are only known in SQL."""
 
     @property
     def get(self) -> Any:
-        """The only value of the first row, or the row, or None."""
+        """The first row, its value if it has one column, or None if there is no row."""
 
     def fetchall(self) -> list[Any]: ...
     def __iter__(self) -> Iterator[Any]: ...
 
 
 class Tx(Protocol):
-    """What `work(tx)` is given: statements inside one transaction, with `?` or `?1` for bindings."""
+    """Argument of `work(tx)`: statements in one transaction, with `?` or `?1` for bindings."""
 
     def execute(self, sql: str, bindings: Any = ..., /) -> Rows: ...
     def executemany(self, sql: str, rows: Any, /) -> Any: ...
     def each(self, sql: str, rows: Sequence[Any], /) -> list[bool]:
-        """As executemany, for a statement that changes one row or none. Which of them changed one?"""
+        """As executemany, for a statement that changes at most one row.
+
+        Return for each of `rows` whether the statement changed a row.
+        """
 
     def changes(self) -> int: ...
     def last_insert_rowid(self) -> int: ...
@@ -42,58 +43,64 @@ class SqlStore(Protocol):
 
     @property
     def path(self) -> str:
-        """Its name in messages; holds no password."""
+        """The name of the store in messages. It contains no password."""
 
     @property
     def durability(self) -> str:
-        """`full` survives a power cut, `process` a killed process."""
+        """`full`: commits survive a power cut. `process`: they survive a killed process."""
 
     @property
     def file(self) -> Path | None:
-        """Where it lies on this machine; None for a server."""
+        """The store's file on this machine, or None for a server."""
 
     @property
     def pipelined(self) -> bool:
-        """Does an answer take a round trip, so that asking for many at once pays?"""
+        """True if each answer takes a round trip, so that sending statements together is faster."""
 
     @property
     def rollbacks(self) -> int:
-        """How many there were: what was remembered about rows may be wrong after one."""
+        """The number of rollbacks so far. A cached row may be wrong after a rollback."""
 
     def part(self, name: str, version: int, schema: str) -> None:
-        """Create or check one adapter's tables. A newer version than ours is refused, never
-        touched.
+        """Create one adapter's tables, or check their version.
+
+        Raises Unreachable if the tables have another version. Then they are not changed.
         """
 
     def before_commit(self, work: Callable[[], object], /) -> None:
-        """Called by a job: `work` runs where blocking does not hurt, after the jobs and before
-        their COMMIT.
+        """Run `work` after the jobs of the transaction, before its COMMIT. Called by a job.
+
+        `work` runs on a thread that may block.
         """
 
     async def write(
         self, work: Callable[[Tx], T], *, durable: bool = True, synced: bool = False
     ) -> T:
-        """`synced` survives a power cut whatever the durability: for notes about files that were
-        synced themselves.
+        """Run `work(tx)` in a transaction and return its result after the commit.
+
+        With `synced`, the commit survives a power cut even if `durability` is `process`. It is for
+        rows about files that are synced themselves.
         """
 
     def write_now(self, work: Callable[[Tx], T], *, durable: bool = True) -> T:
-        """For commands without a loop, and before one runs."""
+        """As write, for callers without a running event loop."""
 
     async def read(self, work: Callable[[Tx], T]) -> T: ...
 
     def read_now(self, work: Callable[[Tx], T]) -> T: ...
 
     def moment(self, work: Callable[[Tx], T]) -> T:
-        """As read_now, with all that `work` reads from one moment."""
+        """As read_now, but all queries of `work` read one snapshot."""
 
     def lock(self, path: Path) -> Lock:
-        """Held by one process at a time of all that share this store, on whatever machine; `path`
-        is its file on this one, and its name.
+        """Return a lock that one process at a time can hold, of all that share this store.
+
+        This includes processes of other machines. `path` is the lock's file on this machine, and
+        gives its name.
         """
 
     def check(self) -> list[str]:
-        """Integrity, in sentences; [] is good."""
+        """Check the integrity of the store. Return one sentence per problem."""
 
     async def close(self) -> None: ...
 

@@ -1,5 +1,6 @@
-"""One SQLite file: a single writing connection per process with group commit, a reading one, and
-the checks before it is trusted.
+"""Store in one SQLite file: per process a writing connection with group commit, and a reading one.
+
+Also checks the file, its file system and the SQLite version before use.
 """
 
 from __future__ import annotations
@@ -24,15 +25,13 @@ from penstock.stores.sql import Tx
 
 T = TypeVar("T")
 
-_ONE_THREAD = (
-    apsw.SQLITE_OPEN_NOMUTEX
-)  # a connection serves one thread at a time here; its locks cost a tenth of what SQLite does
+# Each connection is used by one thread at a time, so it needs no mutexes. They cost a tenth of
+# SQLite's time.
+_ONE_THREAD = apsw.SQLITE_OPEN_NOMUTEX
 APPLICATION_ID = 0x50454E53  # "PENS"
-WAL_RESET_FIXED = (
-    3,
-    51,
-    3,
-)  # 3.7.0–3.51.2 may corrupt a WAL that several processes write and checkpoint
+# First version without the WAL-reset bug. Versions 3.7.0 to 3.51.2 may corrupt a WAL that several
+# processes write and checkpoint.
+WAL_RESET_FIXED = (3, 51, 3)
 NETWORK_FILE_SYSTEMS = frozenset(
     {
         "nfs",
@@ -50,42 +49,56 @@ NETWORK_FILE_SYSTEMS = frozenset(
         "fuse.s3fs",
     }
 )
-MAX_GROUP = 256
-AGAIN = 0.001  # seconds after which we look whether another process still writes
-CHECKPOINT_FRAMES, SOON_AGAIN = (
-    8000,
-    1000,
-)  # frames in the WAL; and more, where somebody who read or wrote kept it from starting anew
-CHECKPOINT_PATIENCE = 1000  # milliseconds, for those
+MAX_GROUP = 256  # jobs in one transaction
+LOCK_POLL_INTERVAL = (
+    0.001  # seconds between two attempts to get the write lock from another process
+)
+# Frames in the WAL at which a checkpoint runs. If a reader or writer kept the WAL from restarting,
+# the next checkpoint runs CHECKPOINT_RETRY_FRAMES later.
+CHECKPOINT_FRAMES, CHECKPOINT_RETRY_FRAMES = 8000, 1000
+CHECKPOINT_TIMEOUT_MS = (
+    1000  # milliseconds that such a repeated checkpoint waits for other processes
+)
 _OUTAGE = (
-    apsw.FullError, apsw.IOError, apsw.ReadOnlyError, apsw.BusyError, apsw.CantOpenError, apsw.LockedError, apsw.PermissionsError,
-    # damage is the store's, whichever event met it first
-    apsw.CorruptError, apsw.NotADBError, apsw.NoMemError,
-)  # fmt: skip
+    apsw.FullError,
+    apsw.IOError,
+    apsw.ReadOnlyError,
+    apsw.BusyError,
+    apsw.CantOpenError,
+    apsw.LockedError,
+    apsw.PermissionsError,
+    # Damage is an error of the store, not of the job that found it.
+    apsw.CorruptError,
+    apsw.NotADBError,
+    apsw.NoMemError,
+)
 
 
 class _Connection(apsw.Connection):
     """Implements stores.sql.Tx."""
 
     def each(self, sql: str, rows: Sequence[Any], /) -> list[bool]:
-        """Rows are asked for one by one, so we see how many changes there were before each."""
+        """Return for each row whether the statement changed something.
+
+        `executemany` fetches the rows one by one. So the generator sees the number of changes
+        before each row.
+        """
         counts: list[int] = []
 
-        def noted() -> Iterator[Any]:
+        def counted() -> Iterator[Any]:
             for row in rows:
                 counts.append(self.total_changes())
                 yield row
 
-        self.executemany(sql, noted())
+        self.executemany(sql, counted())
         return [after > before for before, after in pairwise([*counts, self.total_changes()])]
 
 
 class Database:
-    """Implements ports.Store and stores.sql.SqlStore. `write` returns after COMMIT; whoever writes
-    at the same moment shares that commit.
+    """Implements ports.Store and stores.sql.SqlStore.
 
-    `inline=True` (always so for `:memory:`) runs everything on the caller's thread: tests and
-    simulation.
+    `write` returns after COMMIT. Jobs that wait at the same time share one commit. `inline=True`
+    runs everything on the caller's thread, for tests and simulation. `:memory:` is always inline.
     """
 
     pipelined = False
@@ -100,28 +113,30 @@ class Database:
     ) -> None:
         self.path, self.durability = path, durability
         self.inline = inline or path == ":memory:"
-        self._single: FileLock | None = None
+        self._single_writer: FileLock | None = None
         if self.path != ":memory:":
             _refuse_network_file_system(Path(path))
-            self._single = _single_writer_if_needed(Path(path))
-        self._patience = busy_seconds
-        self._frames, self._checkpoint_at = (
-            0,
-            CHECKPOINT_FRAMES,
-        )  # in the WAL, when we last committed
+            self._single_writer = _single_writer_if_needed(Path(path))
+        self._busy_timeout = busy_seconds
+        # Frames in the WAL after the last commit, and the number at which the next checkpoint runs.
+        self._frames, self._checkpoint_at = 0, CHECKPOINT_FRAMES
         self._writer = self._connect()
         self._writer.set_wal_hook(self._on_wal)
         self._reader: apsw.Connection | None = None
         self._closed = False
-        self.rollbacks = 0  # what was remembered about rows may be wrong after one
+        self.rollbacks = (
+            0  # callers that cache rows compare it: a cached row may be wrong after a rollback
+        )
         self._queue: deque[_Job] = deque()
         self._busy = False
         self._before_commit: list[Callable[[], object]] = []
-        self._wal = -1
-        self._unsynced: list[_Job] = []  # committed, but the disk need not have it yet
+        self._wal = -1  # file descriptor of the WAL, for fdatasync
+        self._unsynced: list[_Job] = []  # committed, but not synced yet
         self._syncing = False
-        self._doubtful = False  # a sync failed: the kernel tells once, then forgets the bytes
-        self._waits = ThreadPoolExecutor(2, "penstock-commit")  # for what blocks: the disk
+        # True after a failed sync. The kernel reports the error once, and may drop the bytes.
+        self._sync_failed = False
+        # Runs the calls that block on the disk.
+        self._blocking_calls = ThreadPoolExecutor(2, "penstock-commit")
 
     @property
     def file(self) -> Path | None:
@@ -130,9 +145,9 @@ class Database:
     # -- opening -----------------------------------------------------------------------------------
 
     def _connect(self) -> apsw.Connection:
-        until = time.monotonic() + self._patience
-        # turning a new file into a WAL, and closing the last of one, lock out others without asking
-        # their patience
+        until = time.monotonic() + self._busy_timeout
+        # The busy timeout does not apply while another process switches a new file to WAL mode or
+        # closes its last connection.
         while True:
             try:
                 return self._open()
@@ -148,45 +163,49 @@ class Database:
             c = _Connection(
                 self.path, flags=apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE | _ONE_THREAD
             )
-            c.set_busy_timeout(int(self._patience * 1000))
-            c.execute(
-                "PRAGMA page_size=4096"
-            )  # keys come in no order: a commit touches about a page for each row, and writes it whole
-            # One statement, one moment: another process may be making the file just now.
+            c.set_busy_timeout(int(self._busy_timeout * 1000))
+            # Keys are not in order. So a commit changes about one page per row, and writes all of
+            # that page.
+            c.execute("PRAGMA page_size=4096")
+            # One statement reads one snapshot: another process may be creating the file now.
             known, tables = c.execute(
-                "SELECT application_id, (SELECT count(*) FROM sqlite_master) FROM pragma_application_id"
+                "SELECT application_id, (SELECT count(*) FROM sqlite_master) "
+                "FROM pragma_application_id"
             ).get
             if known not in (0, APPLICATION_ID) or (known == 0 and tables):
                 raise Unreachable(
                     f"{self.path} is an SQLite database, but not one of Penstock's",
-                    hint="point PENSTOCK_STATE or the store URL at another place",
+                    hint="set PENSTOCK_STATE or the store URL to another path",
                 )
+            # Some file systems do not support WAL mode.
             self._in_wal = (
                 self.path != ":memory:" and c.execute("PRAGMA journal_mode=WAL").get == "wal"
-            )  # not every file system can
-            if not known:  # only then: it takes the write lock, and most who open only want to look
+            )
+            # Only for a new file: the PRAGMA takes the write lock, and most processes only read.
+            if not known:
                 c.execute(f"PRAGMA application_id={APPLICATION_ID}")
             c.execute("PRAGMA cache_size=-65536; PRAGMA temp_store=MEMORY")
             c.execute(
-                f"PRAGMA synchronous={'NORMAL' if self._in_wal else 'FULL'}; PRAGMA journal_size_limit=67108864"
+                f"PRAGMA synchronous={'NORMAL' if self._in_wal else 'FULL'}; "
+                "PRAGMA journal_size_limit=67108864"
             ).fetchall()
+            # This PRAGMA returns a row, and APSW runs the statements behind it in the same string
+            # only after the row is read. So it has its own call.
+            c.execute("PRAGMA wal_autocheckpoint=0").fetchall()
             c.execute(
-                "PRAGMA wal_autocheckpoint=0"
-            ).fetchall()  # it answers: what stood behind it would not be run before that is read
-            c.execute(
-                "CREATE TABLE IF NOT EXISTS part(name TEXT PRIMARY KEY, version INTEGER NOT NULL) WITHOUT ROWID"
+                "CREATE TABLE IF NOT EXISTS part"
+                "(name TEXT PRIMARY KEY, version INTEGER NOT NULL) WITHOUT ROWID"
             )
             return c
         except (apsw.Error, OSError) as e:
             raise Unreachable(
                 f"cannot open the store {self.path}: {e}",
-                hint="check that the directory exists, is yours and has room; a damaged file can be moved aside and its backup restored",
+                hint="check that the directory exists, is writable and has free space. "
+                "If the file is damaged, restore a backup",
             ) from e
 
     def part(self, name: str, version: int, schema: str) -> None:
-        """Create or check one adapter's tables. A newer version than ours is refused, never
-        touched.
-        """
+        """As SqlStore.part."""
         try:
             found = self._writer.execute("SELECT version FROM part WHERE name=?", (name,)).get
             if found is None:
@@ -201,24 +220,24 @@ class Database:
             elif found != version:
                 age = "a newer" if found > version else "an older"
                 raise Unreachable(
-                    f"{self.path}: its {name} tables have version {found}, this Penstock knows {version}; they were written by {age} release",
-                    hint="run that release, or give this one a new state directory (PENSTOCK_STATE=…)",
+                    f"{self.path}: its {name} tables have version {found}, "
+                    f"this Penstock knows {version}; they were written by {age} release",
+                    hint="run that release, "
+                    "or give this one a new state directory (PENSTOCK_STATE=…)",
                 )
         except apsw.Error as e:
             if self._writer.in_transaction:
                 self._writer.execute("ROLLBACK")
             raise Unreachable(
-                f"cannot prepare the store {self.path}: {e}", hint="penstock doctor looks closer"
+                f"cannot prepare the store {self.path}: {e}", hint="run `penstock doctor`"
             ) from e
 
     def lock(self, path: Path) -> FileLock:
-        """As SqlStore.lock: those who share a file are on one machine."""
+        """As SqlStore.lock. A file lock suffices: all processes that share the file are local."""
         return FileLock(path)
 
     def check(self) -> list[str]:
-        """Integrity, in sentences; [] is good. Slow on large files: for starts after an unclean
-        stop, and for doctor.
-        """
+        """As SqlStore.check. Slow on large files: used by doctor, and by starts after a crash."""
         try:
             c = (
                 apsw.Connection(self.path, flags=apsw.SQLITE_OPEN_READONLY)
@@ -226,7 +245,7 @@ class Database:
                 else self._writer
             )
             try:
-                c.set_busy_timeout(int(self._patience * 1000))
+                c.set_busy_timeout(int(self._busy_timeout * 1000))
                 lines = [
                     line
                     for row in c.execute("PRAGMA quick_check(10)")
@@ -248,19 +267,18 @@ class Database:
     async def write(
         self, work: Callable[[Tx], T], *, durable: bool = True, synced: bool = False
     ) -> T:
-        """`synced` survives a power cut whatever the durability: for notes about files that were
-        synced themselves.
+        """As SqlStore.write.
 
-        Statements run on the loop's own thread: handing each of them to another one cost more than
-        SQLite does. The disk, which blocks, is left to a thread; for another process's lock nobody
-        blocks. A durable job is answered when the WAL was synced after its COMMIT; others write
-        meanwhile, since nobody holds a lock for that. Where the sync fails, it may have been
-        written all the same.
+        Statements run on the event loop's thread: handing each one to another thread costs more
+        than SQLite itself. Calls that block on the disk run on a thread. The write lock of another
+        process is polled. A durable job returns after the WAL is synced behind its COMMIT. No lock
+        is held during the sync, so other jobs can write. If the sync fails, the job raises
+        StoreUnavailable, but its changes may have been stored.
         """
         self._refuse_if_closed()
         job = _Job(work, synced or (durable and self.durability == "full"))
         if self.inline:
-            self._settle([job])
+            self._execute([job])
         else:
             loop = asyncio.get_running_loop()
             job.future = loop.create_future()
@@ -268,17 +286,18 @@ class Database:
             if not self._busy:
                 self._busy = True
                 loop.call_soon(self._next, loop)
-            await asyncio.shield(job.future)  # a cancelled caller must not hide what was committed
+            # A cancelled caller must not cancel the future: the job commits anyway.
+            await asyncio.shield(job.future)
         result: T = job.outcome()
         return result
 
     def write_now(self, work: Callable[[Tx], T], *, durable: bool = True) -> T:
-        """For commands without a loop, and before one runs."""
+        """As SqlStore.write_now."""
         self._refuse_if_closed()
         if self._busy:
             raise RuntimeError("write_now while the loop writes")
         job = _Job(work, durable and self.durability == "full")
-        self._settle([job])
+        self._execute([job])
         result: T = job.outcome()
         return result
 
@@ -286,17 +305,15 @@ class Database:
         if self._closed:
             raise StoreUnavailable(
                 f"{self.path} is closed",
-                hint="it was closed by this process; nothing more can be written",
+                hint="open the store again: this process has closed it",
             )
 
     def before_commit(self, work: Callable[[], object]) -> None:
-        """Called by a job: `work` runs where blocking does not hurt, after the jobs and before
-        their COMMIT.
-        """
+        """As SqlStore.before_commit."""
         self._before_commit.append(work)
 
-    def _settle(self, group: Sequence[_Job]) -> None:
-        """The whole way on one thread."""
+    def _execute(self, group: Sequence[_Job]) -> None:
+        """Run a whole transaction, sync and checkpoint on the caller's thread."""
         self._begin(group)
         self._run(group)
         self._finish(group)
@@ -306,127 +323,130 @@ class Database:
             self._checkpoint()
 
     def _next(self, loop: asyncio.AbstractEventLoop, until: float | None = None) -> None:
-        """Whoever writes at this moment shares a transaction; while another process writes, more
-        join them.
+        """Start a transaction with all queued jobs, or try again in 1 ms if another process writes.
 
-        We look again between our other work. A thread would be given the lock while the loop is
-        busy, and keep it for nothing.
+        Jobs that arrive during the wait join the transaction. The loop polls, not a thread: a
+        thread could get the lock while the loop is busy, and would hold it unused.
         """
-        if self._closed:  # who closed it has done what was queued
+        if self._closed:  # `close_now` has run the queued jobs
             return
-        doubtful, error = self._doubtful, None
-        until = until or time.monotonic() + self._patience
+        sync_failed, error = self._sync_failed, None
+        until = until or time.monotonic() + self._busy_timeout
         try:
-            if not doubtful and not self._locked(until):
-                loop.call_later(AGAIN, self._next, loop, until)
+            if not sync_failed and not self._try_begin(until):
+                loop.call_later(LOCK_POLL_INTERVAL, self._next, loop, until)
                 return
         except BaseException as e:
             error = e
         group = [self._queue.popleft() for _ in range(min(len(self._queue), MAX_GROUP))]
-        if doubtful:
-            loop.run_in_executor(self._waits, self._begin, group).add_done_callback(
-                lambda _: self._go_on(loop, group)
+        if sync_failed:
+            loop.run_in_executor(self._blocking_calls, self._begin, group).add_done_callback(
+                lambda _: self._run_and_commit(loop, group)
             )
             return
         if error is not None:
             self._fail(group, error)
-        self._go_on(loop, group)
+        self._run_and_commit(loop, group)
 
-    def _go_on(self, loop: asyncio.AbstractEventLoop, group: Sequence[_Job]) -> None:
+    def _run_and_commit(self, loop: asyncio.AbstractEventLoop, group: Sequence[_Job]) -> None:
         self._run(group)
         if self._before_commit:
-            loop.run_in_executor(self._waits, self._finish, group).add_done_callback(
-                lambda _: self._committed(loop, group)
+            loop.run_in_executor(self._blocking_calls, self._finish, group).add_done_callback(
+                lambda _: self._after_commit(loop, group)
             )
         else:
             self._finish(group)
-            self._committed(loop, group)
+            self._after_commit(loop, group)
 
-    def _committed(self, loop: asyncio.AbstractEventLoop, group: Sequence[_Job]) -> None:
-        if self._closed:  # who closed it has waited for this, and synced it
-            _answer(group)
+    def _after_commit(self, loop: asyncio.AbstractEventLoop, group: Sequence[_Job]) -> None:
+        if self._closed:  # `close_now` has waited for this commit, and synced it
+            _resolve(group)
             return
         if self._frames >= self._checkpoint_at:
-            loop.run_in_executor(self._waits, self._checkpoint).add_done_callback(
-                lambda _: self._rest(loop)
+            loop.run_in_executor(self._blocking_calls, self._checkpoint).add_done_callback(
+                lambda _: self._start_next(loop)
             )
         else:
-            self._rest(loop)
+            self._start_next(loop)
         self._unsynced += [job for job in group if job.durable and job.error is None]
-        _answer([job for job in group if not job.durable or job.error is not None])
-        self._sync_soon(loop)
+        _resolve([job for job in group if not job.durable or job.error is not None])
+        self._start_sync(loop)
 
-    def _rest(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _start_next(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._queue:
             loop.call_soon(self._next, loop)
         else:
             self._busy = False
 
-    def _sync_soon(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Whoever committed while a sync was under way shares the next one."""
+    def _start_sync(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Sync all unsynced jobs together, unless a sync is running. It starts the next one."""
         if self._syncing or not self._unsynced:
             return
         jobs, self._unsynced, self._syncing = self._unsynced, [], True
 
         def done(_: object) -> None:
             self._syncing = False
-            _answer(jobs)
+            _resolve(jobs)
             if not self._closed:
-                self._sync_soon(loop)
+                self._start_sync(loop)
 
-        loop.run_in_executor(self._waits, self._sync, jobs).add_done_callback(done)
+        loop.run_in_executor(self._blocking_calls, self._sync, jobs).add_done_callback(done)
 
     def _sync(self, jobs: Sequence[_Job]) -> None:
-        """As a COMMIT with synchronous=FULL does, but without its lock. What a checkpoint took out
-        of the WAL meanwhile was synced by that.
+        """Sync the WAL as a COMMIT with synchronous=FULL does, but without the write lock.
+
+        Frames that a checkpoint has moved out of the WAL were synced by the checkpoint.
         """
-        if not self._in_wal:  # then COMMIT itself has
+        if not self._in_wal:  # without a WAL, COMMIT itself has synced
             return
         try:
             if self._wal < 0:
                 self._wal = os.open(self.path + "-wal", os.O_RDONLY | os.O_CLOEXEC)
             os.fdatasync(self._wal)
         except OSError as e:
-            self._doubtful = True
+            self._sync_failed = True
             for job in jobs:
                 job.error = job.error or self._outage(e)
 
     def _on_wal(self, connection: apsw.Connection, name: str, frames: int) -> int:
+        # Fewer frames than before: the WAL was restarted.
         if frames < self._frames:
             self._checkpoint_at = CHECKPOINT_FRAMES
         self._frames = frames
         return apsw.SQLITE_OK
 
     def _checkpoint(self) -> None:
-        again = (
-            self._checkpoint_at != CHECKPOINT_FRAMES
-        )  # then others wait until it is done, or a WAL that is always written to would never start anew
-        with contextlib.suppress(
-            apsw.Error
-        ):  # what is wrong with the disk is told to those who write
-            self._writer.set_busy_timeout(CHECKPOINT_PATIENCE if again else 0)
+        # After a checkpoint that did not restart the WAL, run a full one. Writers wait for it.
+        # Otherwise a WAL with constant writes would never restart.
+        again = self._checkpoint_at != CHECKPOINT_FRAMES
+        # Disk errors are raised by the next write.
+        with contextlib.suppress(apsw.Error):
+            self._writer.set_busy_timeout(CHECKPOINT_TIMEOUT_MS if again else 0)
             self._writer.wal_checkpoint(
                 mode=apsw.SQLITE_CHECKPOINT_FULL if again else apsw.SQLITE_CHECKPOINT_PASSIVE
             )
-        self._checkpoint_at = self._frames + SOON_AGAIN
+        self._checkpoint_at = self._frames + CHECKPOINT_RETRY_FRAMES
 
-    # The three steps of a transaction. An outage anywhere fails the whole group, and then nothing
-    # was written.
+    # The three steps of a transaction. An outage in any step fails the whole group, and then no
+    # change is written.
 
     def _begin(self, group: Sequence[_Job]) -> None:
-        """Waits for another process."""
-        until = time.monotonic() + self._patience
+        """Get the write lock. Blocks while another process writes."""
+        until = time.monotonic() + self._busy_timeout
         try:
-            if self._doubtful:
-                self._rewrite()
-            while not self._locked(until):
-                time.sleep(AGAIN)
+            if self._sync_failed:
+                self._checkpoint_and_truncate()
+            while not self._try_begin(until):
+                time.sleep(LOCK_POLL_INTERVAL)
         except BaseException as e:
             self._fail(group, e)
 
-    def _locked(self, until: float) -> bool:
-        """False: another process writes. SQLite's own way of waiting sleeps up to a tenth of a
-        second, while nobody writes.
+    def _try_begin(self, until: float) -> bool:
+        """Begin a transaction. Return False if another process writes.
+
+        Raises BusyError if that is still so after `until`.
+
+        The busy timeout of SQLite is not used: it sleeps up to 0.1 s, even if the lock is free.
         """
         self._writer.set_busy_timeout(0)
         try:
@@ -438,13 +458,13 @@ class Database:
         return True
 
     def _run(self, group: Sequence[_Job]) -> None:
-        """One failing job is rolled back alone."""
+        """Run the jobs. A failing job is rolled back alone."""
         c = self._writer
         alone = len(group) == 1
         try:
             for job in group:
                 if job.error is not None:
-                    return  # BEGIN failed: they all did
+                    return  # BEGIN failed, so all jobs have failed
                 if not alone:
                     c.execute("SAVEPOINT job")
                 try:
@@ -483,27 +503,29 @@ class Database:
     def _outage(self, e: Exception) -> StoreUnavailable:
         outage = StoreUnavailable(
             f"{self.path} does not take writes: {e}",
-            hint="free disk space or repair permissions; work goes on by itself then",
+            hint="free disk space or repair permissions. Then work continues automatically",
         )
         outage.__cause__ = e
         return outage
 
-    def _rewrite(self) -> None:
-        """After a failed sync nobody knows what the disk has of the WAL: all of it goes into the
-        database file, by a sync that is believed.
+    def _checkpoint_and_truncate(self) -> None:
+        """Checkpoint the whole WAL into the database file, which the checkpoint syncs.
+
+        After a failed sync it is unknown which part of the WAL is on the disk.
         """
         ((busy, _, _),) = self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         if busy:
             raise apsw.BusyError(
-                "others read the WAL, which has to be written anew after a failed sync"
+                "another process reads the WAL, which must be rewritten after a failed sync"
             )
-        self._doubtful = False
+        self._sync_failed = False
 
     # -- reading -----------------------------------------------------------------------------------
 
     async def read(self, work: Callable[[Tx], T]) -> T:
-        """What is committed. Short questions only: they run on the loop's thread, and a WAL reader
-        never waits.
+        """Read committed data on the event loop's thread. Use it for short queries only.
+
+        A reader of a WAL never waits.
         """
         return self.read_now(work)
 
@@ -512,23 +534,23 @@ class Database:
             return work(cast(Tx, self._writer))
         if self._reader is None:
             self._reader = apsw.Connection(self.path, flags=apsw.SQLITE_OPEN_READONLY | _ONE_THREAD)
-            self._reader.set_busy_timeout(int(self._patience * 1000))
+            self._reader.set_busy_timeout(int(self._busy_timeout * 1000))
             self._reader.execute("PRAGMA cache_size=-16384")
         try:
             return work(cast(Tx, self._reader))
         except _OUTAGE as e:
             raise StoreUnavailable(
-                f"{self.path} cannot be read: {e}", hint="penstock doctor looks closer"
+                f"{self.path} cannot be read: {e}", hint="run `penstock doctor`"
             ) from e
 
     def moment(self, work: Callable[[Tx], T]) -> T:
-        """As read_now, with all that `work` reads from one moment."""
+        """As SqlStore.moment."""
 
-        def whole(tx: Any) -> T:
+        def in_transaction(tx: Any) -> T:
             with tx:
                 return work(tx)
 
-        return self.read_now(whole)
+        return self.read_now(in_transaction)
 
     async def close(self) -> None:
         self.close_now()
@@ -537,25 +559,27 @@ class Database:
         if self._closed:
             return
         self._closed = True
-        self._waits.shutdown()
-        while self._queue:  # accepted before we closed
+        self._blocking_calls.shutdown()
+        while self._queue:  # jobs that were accepted before the close
             job = self._queue.popleft()
-            self._settle([job])
-            _answer([job])
+            self._execute([job])
+            _resolve([job])
         if self._busy or self._unsynced:
             self._sync(self._unsynced)
-            _answer(self._unsynced)
+            _resolve(self._unsynced)
         if self._reader is not None:
             self._reader.close()
         self._writer.close()
         if self._wal >= 0:
             os.close(self._wal)
             self._wal = -1
-        if self._single is not None:
-            self._single.release()
+        if self._single_writer is not None:
+            self._single_writer.release()
 
 
 class _Job:
+    """One `work(tx)`, with its result or error."""
+
     __slots__ = ("durable", "error", "future", "result", "work")
 
     def __init__(self, work: Callable[[Tx], Any], durable: bool) -> None:
@@ -570,7 +594,7 @@ class _Job:
         return self.result
 
 
-def _answer(jobs: Sequence[_Job]) -> None:
+def _resolve(jobs: Sequence[_Job]) -> None:
     for job in jobs:
         if (
             job.future is not None
@@ -581,16 +605,15 @@ def _answer(jobs: Sequence[_Job]) -> None:
 
 
 def file_system_of(path: Path, mountinfo: str = "/proc/self/mountinfo") -> str:
-    """The file system type below `path`, "" where it cannot be told."""
+    """Return the type of the file system of `path`, or "" if it cannot be determined."""
     try:
         real = os.path.realpath(path)
         best, kind = "", ""
         with open(mountinfo, encoding="utf-8", errors="replace") as f:
             for line in f:
                 left, _, right = line.partition(" - ")
-                point = re.sub(
-                    r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), left.split()[4]
-                )  # space, tab, newline and backslash are written so
+                # Space, tab, newline and backslash are written as octal escapes.
+                point = re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), left.split()[4])
                 if (real == point or real.startswith(point.rstrip("/") + "/")) and len(
                     point
                 ) >= len(best):
@@ -604,7 +627,7 @@ def _refuse_network_file_system(path: Path) -> None:
     kind = file_system_of(path)
     if kind in NETWORK_FILE_SYSTEMS:
         raise Unreachable(
-            f"{path} lies on a network file system ({kind}); SQLite's locks do not hold there",
+            f"{path} is on a network file system ({kind}), where SQLite's locks are not reliable",
             hint="put the state on a local disk (PENSTOCK_STATE=/var/lib/penstock)",
         )
 
@@ -618,14 +641,18 @@ def has_wal_reset_bug(version: tuple[int, ...]) -> bool:
 
 
 def _single_writer_if_needed(path: Path) -> FileLock | None:
-    """An SQLite with the WAL-reset bug is safe with one writing process: hold it to that."""
+    """Lock the file for one process if SQLite has the WAL-reset bug, and return the lock.
+
+    With one writing process, the bug has no effect.
+    """
     if not has_wal_reset_bug(sqlite_version()):
         return None
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path.with_name(path.name + ".single"))
     if not lock.try_acquire():
         raise Unreachable(
-            f"SQLite {apsw.sqlite_lib_version()} has the WAL-reset bug, so only one process may write {path}, and another does",
-            hint="pip install --upgrade apsw (3.51.3 or newer), or stop the other process",
+            f"SQLite {apsw.sqlite_lib_version()} has the WAL-reset bug, "
+            f"so only one process may write {path}, and another process does",
+            hint="run: pip install --upgrade apsw (3.51.3 or newer), or stop the other process",
         )
     return lock

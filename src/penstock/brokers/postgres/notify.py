@@ -1,6 +1,4 @@
-"""Who waits for a topic's messages, and how word of them gets around: in the process at once,
-between processes by LISTEN and NOTIFY. No messages here.
-"""
+"""Wakes receivers that wait for messages of a topic: by events in this process, else by NOTIFY."""
 
 from __future__ import annotations
 
@@ -17,38 +15,41 @@ from penstock.errors import StoreUnavailable
 from penstock.stores.postgres.store import PostgresStore
 from penstock.stores.sql import Tx
 
-# seconds between two notifications of a process: at commit, all who notify wait in one line
-EVERY = 0.05
-# seconds before a listening connection that was lost is made again; until then work is found by
-# asking
-AGAIN = 5.0
+# Seconds between two notifications of a process. PostgreSQL serialises commits that notify.
+NOTIFY_INTERVAL = 0.05
+# Seconds before a lost LISTEN connection is opened again. Until then, receivers poll.
+RECONNECT_DELAY = 5.0
 
 
 class Listener:
-    """`tell_in` and `owe` may be called on any thread; the rest on the loop's."""
+    """Listens for and sends notifications.
+
+    `tell_in` and `defer_notification` may be called on any thread, the other methods on the event
+    loop's thread.
+    """
 
     def __init__(self, db: PostgresStore) -> None:
         self._db = db
         self.channel = f"penstock_{zlib.crc32(db.namespace.encode()):08x}"
-        self._waiting: dict[str, list[asyncio.Event]] = defaultdict(list)
-        self._owed: set[str] = set()
-        self._told = 0.0
+        self._waiters: dict[str, list[asyncio.Event]] = defaultdict(list)
+        self._deferred: set[str] = set()
+        self._last_notified = 0.0
         self._task: asyncio.Task[None] | None = None
-        self._paying: asyncio.Task[None] | None = None
+        self._sending: asyncio.Task[None] | None = None
 
     # -- waiting -----------------------------------------------------------------------------------
 
     def waiter(self, topic: str) -> asyncio.Event:
         event = asyncio.Event()
-        self._waiting[topic].append(event)
+        self._waiters[topic].append(event)
         return event
 
-    def forget(self, topic: str, event: asyncio.Event) -> None:
-        """Raises ValueError: it is forgotten already."""
-        self._waiting[topic].remove(event)
+    def remove_waiter(self, topic: str, event: asyncio.Event) -> None:
+        """Remove a waiter. Raises ValueError if it was removed before."""
+        self._waiters[topic].remove(event)
 
     def start(self) -> None:
-        """Somebody waits: listen, if we do not yet."""
+        """Start listening, if this process does not listen yet. Called before a receiver waits."""
         if not self._db.inline and (self._task is None or self._task.done()):
             self._task = asyncio.create_task(self._listen(), name="postgres listener")
 
@@ -59,52 +60,58 @@ class Listener:
                     **self._db.address.options, autocommit=True
                 ) as connection:
                     await connection.execute(f"LISTEN {self.channel}")
-                    self._set(list(self._waiting))  # what was told while nobody listened
-                    async for note in connection.notifies():
-                        self._set([note.payload])
-            await asyncio.sleep(AGAIN)
+                    # Notifications sent before LISTEN were missed.
+                    self._set(list(self._waiters))
+                    async for notification in connection.notifies():
+                        self._set([notification.payload])
+            await asyncio.sleep(RECONNECT_DELAY)
 
     def _set(self, topics: Iterable[str]) -> None:
         for topic in topics:
-            for event in self._waiting.get(topic, ()):
+            for event in self._waiters.get(topic, ()):
                 event.set()
 
-    # -- telling -----------------------------------------------------------------------------------
+    # -- notifying ---------------------------------------------------------------------------------
 
     def tell_in(self, tx: Tx, topics: Iterable[str]) -> None:
-        """The others hear of it with the commit; where we told something a moment ago, a little
-        later.
+        """Notify other processes at commit.
+
+        If this process notified less than 50 ms ago, the notification is deferred.
         """
-        if time.monotonic() < self._told + EVERY:
-            self.owe(topics)
+        if time.monotonic() < self._last_notified + NOTIFY_INTERVAL:
+            self.defer_notification(topics)
             return
-        self._told = time.monotonic()
+        self._last_notified = time.monotonic()
         for topic in topics:
             tx.execute("SELECT pg_notify(?, ?)", (self.channel, topic))
 
-    def owe(self, topics: Iterable[str]) -> None:
-        self._owed.update(topics)
+    def defer_notification(self, topics: Iterable[str]) -> None:
+        self._deferred.update(topics)
 
     def wake(self, topics: Iterable[str]) -> None:
-        """After a commit: our own receivers now, the others soon."""
+        """Wake the receivers of this process after a commit, and send deferred notifications."""
         self._set(set(topics))
-        if self._owed and not self._db.inline and (self._paying is None or self._paying.done()):
-            self._paying = asyncio.create_task(self._pay(), name="postgres notifier")
+        if (
+            self._deferred
+            and not self._db.inline
+            and (self._sending is None or self._sending.done())
+        ):
+            self._sending = asyncio.create_task(self._send_deferred(), name="postgres notifier")
 
-    async def _pay(self) -> None:
-        await asyncio.sleep(EVERY)
-        owed, self._owed = self._owed, set()
-        with contextlib.suppress(StoreUnavailable):  # whoever waits also asks
-            await self._db.write(lambda tx: self._tell(tx, owed), durable=False, alone=False)
+    async def _send_deferred(self) -> None:
+        await asyncio.sleep(NOTIFY_INTERVAL)
+        topics, self._deferred = self._deferred, set()
+        with contextlib.suppress(StoreUnavailable):  # receivers also poll
+            await self._db.write(lambda tx: self._notify(tx, topics), durable=False, alone=False)
 
-    def _tell(self, tx: Tx, topics: Iterable[str]) -> None:
-        self._told = time.monotonic()
+    def _notify(self, tx: Tx, topics: Iterable[str]) -> None:
+        self._last_notified = time.monotonic()
         for topic in topics:
             tx.execute("SELECT pg_notify(?, ?)", (self.channel, topic))
 
     async def close(self) -> None:
-        for task in (self._task, self._paying):
+        for task in (self._task, self._sending):
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
-        self._task = self._paying = None
+        self._task = self._sending = None

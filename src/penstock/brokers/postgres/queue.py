@@ -1,5 +1,6 @@
-"""The broker on PostgreSQL: topics, groups, leases with fencing, delays, priorities, fairness
-between keys, in the ledger's transaction or beside it.
+"""Broker in PostgreSQL: topics, groups, leases with fencing, delays, priorities, fairness of keys.
+
+It runs in the ledger's transaction or in its own.
 """
 
 from __future__ import annotations
@@ -25,34 +26,37 @@ from penstock.stores.postgres.arrays import bigints, byteas, doubles, texts
 from penstock.stores.postgres.store import PostgresStore
 from penstock.stores.sql import Tx
 
-POLL = 1.0  # what no notification and no known time announced is found by asking
-CONTENDED = 0.02  # seconds before work that others held is asked for again
-TOPIC_REMEMBERED = (
-    5.0  # seconds for which a topic's bound is remembered: another process may set a new one
+POLL_INTERVAL = 1.0  # longest wait in seconds without a check: a notification may be lost
+CONTENTION_DELAY = (
+    0.02  # seconds before the next attempt if other processes had locked all messages
 )
+# Seconds for which a topic's `max_depth` is cached. Another process may change it.
+TOPIC_CACHE_SECONDS = 5.0
 
 
 class _Topic(msgspec.Struct, frozen=True):
     id: int
     max_depth: int | None
-    until: float  # when this is looked up again
+    until: float  # when this cache entry expires
 
 
 class _Received(msgspec.Struct):
     deliveries: list[Delivery]
-    contended: bool  # there was work, and others held all of it
-    next_at: float | None  # when there may be more, as far as is known
+    contended: bool  # there were messages, but other processes had locked all of them
+    next_at: float | None  # when the next message is due, if known
 
 
 class PostgresBroker(Figures):
-    """Implements ports.Broker. Methods that end in `_in` run inside a caller's transaction (the
-    books'), on the store's thread.
+    """Implements ports.Broker.
+
+    Methods that end in `_in` run in the caller's ledger transaction, on the store's thread.
     """
 
     def __init__(self, db: PostgresStore, clock: Clock) -> None:
         self.db = db
         super().__init__(db, clock, sql.SCHEMA)
-        self._places: Counter[int] = Counter()  # handed out so far, by group: whose turn it is
+        # Messages requested so far, by group. It decides which priority class has its turn.
+        self._requested: Counter[int] = Counter()
         self.listener = Listener(db)
 
     # -- topology ----------------------------------------------------------------------------------
@@ -62,12 +66,14 @@ class PostgresBroker(Figures):
         for t in topology:
             id_, ordered = tx.execute(
                 "INSERT INTO topic(name, ordered, max_depth, retention) VALUES(?,?,?,?)"
-                " ON CONFLICT(name) DO UPDATE SET max_depth=excluded.max_depth, retention=excluded.retention RETURNING id, ordered",
+                " ON CONFLICT(name) DO UPDATE SET max_depth=excluded.max_depth,"
+                " retention=excluded.retention RETURNING id, ordered",
                 (t.name, t.ordered, t.max_depth, t.retention),
             ).get
             if ordered != t.ordered:
                 drift.append(
-                    f"topic {t.name}: ordered is {ordered} in the store and {t.ordered} in the configuration; purge it to change that"
+                    f"topic {t.name}: ordered is {ordered} in the store "
+                    f"and {t.ordered} in the configuration; purge it to change that"
                 )
             for g in t.groups:
                 tx.execute(
@@ -85,24 +91,28 @@ class PostgresBroker(Figures):
             row = tx.execute("SELECT id, max_depth FROM topic WHERE name=?", (name,)).get
             if row is None:
                 row = tx.execute(
-                    "INSERT INTO topic(name, ordered, max_depth, retention) VALUES(?,false,NULL,86400) RETURNING id, max_depth",
+                    "INSERT INTO topic(name, ordered, max_depth, retention)"
+                    " VALUES(?,false,NULL,86400) RETURNING id, max_depth",
                     (name,),
                 ).get
-            known = self._topics[name] = _Topic(row[0], row[1], now + TOPIC_REMEMBERED)
+            known = self._topics[name] = _Topic(row[0], row[1], now + TOPIC_CACHE_SECONDS)
         return known
 
     def _group(self, tx: Tx, topic: str, group: str) -> Group:
         self._forget_after_rollback()
         known = self._groups.get((topic, group))
         if known is None:
-            asked = "SELECT g.id, t.id, t.ordered FROM grp g JOIN topic t ON t.id=g.topic WHERE t.name=? AND g.name=?"
-            row = tx.execute(asked, (topic, group)).get
+            query = (
+                "SELECT g.id, t.id, t.ordered FROM grp g JOIN topic t ON t.id=g.topic"
+                " WHERE t.name=? AND g.name=?"
+            )
+            row = tx.execute(query, (topic, group)).get
             if row is None:
                 tx.execute(
                     "INSERT INTO grp(topic, name) VALUES(?,?) ON CONFLICT DO NOTHING",
                     (self._topic(tx, topic).id, group),
                 )
-                row = tx.execute(asked, (topic, group)).get
+                row = tx.execute(query, (topic, group)).get
             known = self._groups[topic, group] = Group(*row)
         return known
 
@@ -121,18 +131,17 @@ class PostgresBroker(Figures):
         try:
             answers = await self.db.write(work)
         except StoreUnavailable:
-            if not begun:  # nothing was asked of the server
+            if not begun:  # no statement was sent
                 raise
-            return [Published.UNKNOWN] * len(
-                batch
-            )  # the answer that was lost may have been the one to COMMIT
+            # The lost reply may be the reply to COMMIT.
+            return [Published.UNKNOWN] * len(batch)
         self.wake(m.topic for m in batch)
         return answers
 
     def place_in(self, tx: Tx, batch: Sequence[Out]) -> list[tuple[Published, int]]:
         answers: list[tuple[Published, int]] = []
         room: dict[str, int | None] = {}
-        placed: list[tuple[int, Out]] = []  # where its answer stands
+        placed: list[tuple[int, Out]] = []  # index of its answer, message
         for m in batch:
             if m.topic not in room:
                 topic = self._topic(tx, m.topic)
@@ -151,14 +160,13 @@ class PostgresBroker(Figures):
         if placed:
             outs = [m for _, m in placed]
             seqs = tx.execute(
-                sql.PLACE,
+                sql.PUBLISH,
                 (
                     bigints([self._topics[m.topic].id for m in outs]),
                     texts([m.id for m in outs]),
                     texts([m.key for m in outs]),
-                    bigints(
-                        [class_of(m.priority) for m in outs]
-                    ),  # a number that no class has would never be asked for
+                    # A message with an unknown class would never be received.
+                    bigints([class_of(m.priority) for m in outs]),
                     texts(
                         [
                             msgspec.json.encode(m.headers).decode() if m.headers else None
@@ -183,7 +191,7 @@ class PostgresBroker(Figures):
         return int(tx.execute(deepest, (topic,)).get or 0)
 
     def wake(self, topics: Iterable[str]) -> None:
-        """After a commit, on the loop: our own receivers at once, others by a notification."""
+        """Wake receivers here and notify other processes. Call it after a commit, on the loop."""
         self.listener.wake(topics)
 
     # -- receiving ---------------------------------------------------------------------------------
@@ -217,7 +225,7 @@ class PostgresBroker(Figures):
         lease: float,
         per_key: int | None = None,
     ) -> _Received:
-        """As receive, with what is known about the rest. Waits for nobody's lock."""
+        """As `receive_in`, with the reason for an empty result. Never waits for a lock."""
         g, now = self._group(tx, topic, group), self.clock.now()
         outlook, listed = (
             tx.execute(sql.OUTLOOK, (g.id, now)),
@@ -226,15 +234,15 @@ class PostgresBroker(Figures):
         paused, due = outlook.get
         if paused:
             return _Received([], False, None)
-        if due and tx.execute(sql.BRING_BACK, (g.id, now, g.ordered)).get:
+        if due and tx.execute(sql.REQUEUE_DUE, (g.id, now, g.ordered)).get:
             listed = tx.execute(sql.KEYS, (g.id, now, limit))
         keys: list[list[tuple[str, int]]] = [[] for _ in WEIGHTS]
         for prio, key, ready in listed.fetchall():
             keys[prio].append((key, ready))
         chosen = _choose(
-            keys, shares(self._places[g.id], limit), limit, 1 if g.ordered else per_key or limit
+            keys, shares(self._requested[g.id], limit), limit, 1 if g.ordered else per_key or limit
         )
-        self._places[g.id] += limit
+        self._requested[g.id] += limit
         if not chosen:
             return _Received([], due, tx.execute(sql.NEXT, (g.id, now)).get)
         rows = tx.execute(
@@ -270,10 +278,12 @@ class PostgresBroker(Figures):
     def hold_in(self, tx: Tx, topic: str, group: str, until: Mapping[str, float]) -> None:
         g = self._group(tx, topic, group)
         held = [(key, prio, at) for key, at in until.items() for prio in range(len(WEIGHTS))]
-        tx.execute(  # also for a key, or a class of it, of which nothing is there yet
+        tx.execute(  # also inserts keys and priority classes that have no messages yet
             "INSERT INTO keyq(grp, prio, key, ready, leased, delayed, next_at)"
-            " SELECT ?1, prio, key, 0, 0, 0, at FROM unnest(?2::bigint[], ?3::text[], ?4::float8[]) AS u(prio, key, at)"
-            " ON CONFLICT(grp, prio, key) DO UPDATE SET next_at=excluded.next_at WHERE keyq.next_at<excluded.next_at",
+            " SELECT ?1, prio, key, 0, 0, 0, at FROM unnest(?2::bigint[], ?3::text[],"
+            " ?4::float8[]) AS u(prio, key, at)"
+            " ON CONFLICT(grp, prio, key) DO UPDATE SET next_at=excluded.next_at"
+            " WHERE keyq.next_at<excluded.next_at",
             (
                 g.id,
                 bigints([p for _, p, _ in held]),
@@ -283,7 +293,7 @@ class PostgresBroker(Figures):
         )
 
     def reclaim_in(self, tx: Tx, owner: str) -> list[str]:
-        """A worker known to be gone: its leases end now. The ids of what it held."""
+        """End the leases of a worker that has stopped. Return the ids of its messages."""
         groups = tx.execute(
             "SELECT g.id, t.ordered FROM grp g JOIN topic t ON t.id=g.topic ORDER BY g.id"
         ).fetchall()
@@ -293,7 +303,7 @@ class PostgresBroker(Figures):
         return [id_ for answer in found for (id_,) in answer.fetchall()]
 
     def holds_in(self, tx: Tx, deliveries: Sequence[Delivery]) -> list[bool]:
-        """Is the lease of each still its own?"""
+        """Return for each delivery whether its lease is still valid."""
         if not deliveries:
             return []
         groups = [self._group(tx, d.topic, d.group).id for d in deliveries]
@@ -312,14 +322,13 @@ class PostgresBroker(Figures):
 
     def settle_in(self, tx: Tx, items: Sequence[tuple[Delivery, Outcome]]) -> list[bool]:
         now = self.clock.now()
-        first: dict[
-            Group, dict[tuple[int, int], int]
-        ] = {}  # by position and token: a delivery that is settled twice is settled once
+        # By group: (position, token) -> index of its first item. A repeated item is ignored.
+        first: dict[Group, dict[tuple[int, int], int]] = {}
         for n, (d, _) in enumerate(items):
             first.setdefault(self._group(tx, d.topic, d.group), {}).setdefault(
                 (d.position, d.token), n
             )
-        asked = []
+        sent = []
         for g, numbers in first.items():
             acts = [_act(items[n][1], now) for n in numbers.values()]
             bindings = (
@@ -331,10 +340,10 @@ class PostgresBroker(Figures):
                 now,
                 g.ordered,
             )
-            asked.append((numbers, tx.execute(sql.SETTLE, bindings)))
+            sent.append((numbers, tx.execute(sql.SETTLE, bindings)))
         answers = [False] * len(items)
         letters: list[Out] = []
-        for numbers, settled in asked:
+        for numbers, settled in sent:
             done = {seq for (seq,) in settled.fetchall()}
             for (seq, _), n in numbers.items():
                 d, outcome = items[n]
@@ -346,7 +355,7 @@ class PostgresBroker(Figures):
             for topic, n in Counter(m.topic for m in letters).items():
                 tx.execute("UPDATE topic SET letters=letters+? WHERE name=?", (n, topic))
         if any(isinstance(outcome, Release | Retry) for _, outcome in items):
-            self.listener.owe({d.topic for d, _ in items})
+            self.listener.defer_notification({d.topic for d, _ in items})
         return answers
 
     def extend_in(
@@ -365,10 +374,10 @@ class PostgresBroker(Figures):
         kept = set(found)
         return [(d.position, d.token) in kept for d in deliveries]
 
-    # -- by hand -----------------------------------------------------------------------------------
+    # -- operator commands -------------------------------------------------------------------------
 
     def purge_in(self, tx: Tx, topic: str) -> int:
-        """The keys are locked first: nobody hands out what is about to go."""
+        """Lock the keys first, so that no process delivers messages that are being deleted."""
         t = self._topic(tx, topic).id
         tx.execute(
             "SELECT 1 FROM keyq WHERE grp IN (SELECT id FROM grp WHERE topic=?) FOR UPDATE", (t,)
@@ -381,7 +390,8 @@ class PostgresBroker(Figures):
             (t,),
         )
         gone = tx.execute(
-            "WITH d AS (DELETE FROM message m WHERE m.topic=?1 AND NOT EXISTS(SELECT 1 FROM grp g JOIN queue q ON q.grp=g.id AND q.seq=m.seq WHERE g.topic=?1)"
+            "WITH d AS (DELETE FROM message m WHERE m.topic=?1 AND NOT EXISTS(SELECT 1 FROM grp g"
+            " JOIN queue q ON q.grp=g.id AND q.seq=m.seq WHERE g.topic=?1)"
             " RETURNING 1) SELECT count(*) FROM d",
             (t,),
         )
@@ -389,21 +399,22 @@ class PostgresBroker(Figures):
         return int(gone.get)
 
     def hasten_in(self, tx: Tx, topic: str, group: str, key: str, positions: Sequence[int]) -> None:
-        """The key is held back no longer, and these delayed messages of it are due now."""
+        """End the hold of a key, and make these delayed messages of the key due now."""
         g, now = self._group(tx, topic, group), self.clock.now()
         tx.execute(
-            "UPDATE keyq SET next_at=?1 WHERE grp=?2 AND prio BETWEEN 0 AND 2 AND key=?3 AND next_at>?1",
+            "UPDATE keyq SET next_at=?1 WHERE grp=?2 AND prio BETWEEN 0 AND 2 AND key=?3"
+            " AND next_at>?1",
             (now, g.id, key),
         )
         tx.execute(
             "UPDATE queue SET at=?1 WHERE grp=?2 AND seq=ANY(?3::bigint[]) AND state=2 AND at>?1",
             (now, g.id, bigints(positions)),
         )
-        self.listener.owe([topic])
+        self.listener.defer_notification([topic])
 
     def pause_in(self, tx: Tx, topic: str, reason: str | None) -> bool:
-        """A reason pauses, None resumes. False: no such topic."""
-        self.listener.owe([topic])
+        """Pause a topic, or resume it if `reason` is None. Return False if it does not exist."""
+        self.listener.defer_notification([topic])
         return (
             tx.execute("UPDATE topic SET paused=? WHERE name=? RETURNING id", (reason, topic)).get
             is not None
@@ -417,7 +428,10 @@ class PostgresBroker(Figures):
         return int(tx.execute(sql.REPLAY, (g.id, g.topic, since, g.ordered, self.clock.now())).get)
 
     def prune_in(self, tx: Tx, limit: int = 2000) -> int:
-        """Forget history that every group has settled and retention has passed; a little at a time."""
+        """Delete messages older than the retention that all groups have settled.
+
+        Each call handles a limited number of messages.
+        """
         last = tx.execute(
             "SELECT max(seq) FROM (SELECT seq FROM message WHERE seq>? ORDER BY seq LIMIT ?) s",
             (self._pruned, 4 * limit),
@@ -429,22 +443,25 @@ class PostgresBroker(Figures):
         gone = int(tx.execute(sql.PRUNE, (now, self._pruned, last)).get)
         self._pruned = last
         tx.execute(
-            "DELETE FROM keyq WHERE (grp, prio, key) IN (SELECT grp, prio, key FROM keyq WHERE ready=0 AND leased=0 AND delayed=0 AND next_at<?"
+            "DELETE FROM keyq WHERE (grp, prio, key) IN (SELECT grp, prio, key FROM keyq"
+            " WHERE ready=0 AND leased=0 AND delayed=0 AND next_at<?"
             " LIMIT ? FOR UPDATE SKIP LOCKED)",
             (now - 60.0, limit),
         )
         return gone
 
     async def close(self) -> None:
-        """The store belongs to whoever opened it."""
+        """Stop listening. The caller that opened the store closes it."""
         await self.listener.close()
 
 
 def _choose(
     keys: list[list[tuple[str, int]]], quotas: list[int], limit: int, per_key: int
 ) -> dict[tuple[int, str], int]:
-    """How many of each key. First each class its part, then whoever still has work fills the batch;
-    between keys, in turns.
+    """Return how many messages of each key to deliver.
+
+    First, each class gets its share. Then, classes with more messages fill the batch. Keys of a
+    class take turns.
     """
     chosen: dict[tuple[int, str], int] = defaultdict(int)
     left = limit
@@ -478,7 +495,10 @@ def _act(outcome: Outcome, now: float) -> tuple[int, float]:
 
 
 def _storable(m: Out) -> bool:
-    """PostgreSQL's text holds all of Unicode but NUL. (Headers travel as JSON, which escapes it.)"""
+    """Return False if PostgreSQL cannot store the message: its text may not contain NUL.
+
+    Headers are stored as JSON, which escapes NUL.
+    """
     try:
         return b"\0" not in (m.id + m.key).encode() and msgspec.json.encode(m.headers) is not None
     except UnicodeEncodeError:
@@ -513,7 +533,7 @@ class PostgresSubscription(SqlSubscription):
         while True:
             self._wake.clear()
             got = await b.db.write(work, durable=False, alone=False)
-            if got.contended:  # by the fleet's lock we come after those who hold it
+            if got.contended:  # the fleet's lock waits for the processes that hold row locks
                 got = await b.db.write(work, durable=False)
             if got.deliveries:
                 return got.deliveries
@@ -521,18 +541,18 @@ class PostgresSubscription(SqlSubscription):
             if now >= until:
                 return []
             b.listener.start()
-            soon = (
-                CONTENDED
+            pause = (
+                CONTENTION_DELAY
                 if got.contended
-                else POLL
+                else POLL_INTERVAL
                 if got.next_at is None
                 else max(0.01, got.next_at - now)
             )
-            await self._pause(min(until - now, POLL, soon))
+            await self._pause(min(until - now, POLL_INTERVAL, pause))
 
     async def close(self) -> None:
         with contextlib.suppress(ValueError):
-            self.broker.listener.forget(self.topic, self._wake)
+            self.broker.listener.remove_waiter(self.topic, self._wake)
 
 
 def open_broker(url: str, context: Context) -> PostgresBroker:

@@ -1,6 +1,4 @@
-"""What the PostgreSQL broker says about itself: figures, what waits, who holds what. Nothing is
-changed here.
-"""
+"""Reports of the PostgreSQL broker: counts, waiting messages, leases of each worker. Reads only."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from penstock.stores.sql import Tx
 
 
 class Figures(SqlQueue):
-    """The looking half of the broker; methods that end in `_in` run inside a caller's transaction."""
+    """Read-only half of the broker. Methods that end in `_in` run in the caller's transaction."""
 
     db: PostgresStore
 
@@ -24,11 +22,13 @@ class Figures(SqlQueue):
 
     def _figures(self, tx: Tx, topic: str, group: str) -> tuple[int, int, int, float | None]:
         ready, leased, delayed = tx.execute(
-            f"SELECT {sql.SUMS} FROM topic t JOIN grp g ON g.topic=t.id JOIN keyq k ON k.grp=g.id WHERE t.name=? AND g.name=?",
+            f"SELECT {sql.SUMS} FROM topic t JOIN grp g ON g.topic=t.id JOIN keyq k ON k.grp=g.id"
+            f" WHERE t.name=? AND g.name=?",
             (topic, group),
         ).get
         oldest = tx.execute(
-            "SELECT m.at FROM topic t JOIN grp g ON g.topic=t.id JOIN LATERAL (SELECT seq FROM queue WHERE grp=g.id ORDER BY seq LIMIT 1) q ON true"
+            "SELECT m.at FROM topic t JOIN grp g ON g.topic=t.id JOIN LATERAL (SELECT seq"
+            " FROM queue WHERE grp=g.id ORDER BY seq LIMIT 1) q ON true"
             " JOIN message m ON m.seq=q.seq WHERE t.name=? AND g.name=?",
             (topic, group),
         ).get
@@ -38,9 +38,12 @@ class Figures(SqlQueue):
         self, tx: Tx, topic: str, limit: int
     ) -> Iterable[tuple[str, str, bytes, str | None, int, float]]:
         return tx.execute(
-            "SELECT m.id, m.key, m.body, m.headers, m.prio, coalesce((SELECT min(q.at) FROM grp g JOIN queue q ON q.grp=g.id AND q.seq=m.seq"
-            " WHERE g.topic=t.id AND q.state=2), 0.0) FROM topic t JOIN message m ON m.topic=t.id WHERE t.name=? AND ("
-            " EXISTS(SELECT 1 FROM grp g JOIN queue q ON q.grp=g.id AND q.seq=m.seq WHERE g.topic=t.id OFFSET 0)"
+            "SELECT m.id, m.key, m.body, m.headers, m.prio, coalesce((SELECT min(q.at) FROM grp g"
+            " JOIN queue q ON q.grp=g.id AND q.seq=m.seq"
+            " WHERE g.topic=t.id AND q.state=2), 0.0) FROM topic t JOIN message m ON m.topic=t.id"
+            " WHERE t.name=? AND ("
+            " EXISTS(SELECT 1 FROM grp g JOIN queue q ON q.grp=g.id AND q.seq=m.seq"
+            " WHERE g.topic=t.id OFFSET 0)"
             " OR NOT EXISTS(SELECT 1 FROM grp g WHERE g.topic=t.id))"
             " ORDER BY m.seq LIMIT ?",
             (topic, limit),
@@ -55,41 +58,59 @@ class Figures(SqlQueue):
         *,
         limit: int = 1000,
     ) -> dict[str, int]:
-        """What is ready, by key: of these keys, or of those with most."""
+        """Return the number of ready messages by key: of `keys`, or of the `limit` deepest keys."""
         g = self._group(tx, topic, group)
         if keys is None:
-            most = "SELECT key, sum(ready)::bigint AS n FROM keyq WHERE grp=? AND ready>0 GROUP BY key ORDER BY n DESC, key LIMIT ?"
+            most = (
+                "SELECT key, sum(ready)::bigint AS n FROM keyq WHERE grp=? AND ready>0"
+                " GROUP BY key ORDER BY n DESC, key LIMIT ?"
+            )
             return dict(tx.execute(most, (g.id, limit)).fetchall())
-        asked = "SELECT key, sum(ready)::bigint FROM keyq WHERE grp=? AND prio BETWEEN 0 AND 2 AND key=ANY(?::text[]) GROUP BY key"
-        found: dict[str, int] = dict(tx.execute(asked, (g.id, texts(keys))).fetchall())
+        query = (
+            "SELECT key, sum(ready)::bigint FROM keyq WHERE grp=? AND prio BETWEEN 0 AND 2"
+            " AND key=ANY(?::text[]) GROUP BY key"
+        )
+        found: dict[str, int] = dict(tx.execute(query, (g.id, texts(keys))).fetchall())
         return {key: found.get(key, 0) for key in keys}
 
     def running_in(self, tx: Tx, limit: int) -> dict[str, int]:
-        """How many deliveries each worker holds, looking at `limit` of a group; there are never
-        more than the fleet's windows together.
+        """Return how many deliveries each worker holds. Reads at most `limit` leases of a group.
+
+        A group never has more leases than the sum of the fleet's prefetch windows.
         """
-        held = "SELECT owner, count(*) FROM grp g JOIN LATERAL (SELECT owner FROM queue WHERE grp=g.id AND state=1 LIMIT ?) q ON true GROUP BY owner"
+        held = (
+            "SELECT owner, count(*) FROM grp g JOIN LATERAL (SELECT owner FROM queue"
+            " WHERE grp=g.id AND state=1 LIMIT ?) q ON true GROUP BY owner"
+        )
         return dict(tx.execute(held, (limit,)).fetchall())
 
     def leased_in(self, tx: Tx, limit: int) -> list[str]:
-        """The ids of what is handed out."""
-        leased = "SELECT m.id FROM queue q JOIN message m ON m.seq=q.seq WHERE q.state=1 AND q.grp IN (SELECT id FROM grp) LIMIT ?"
+        """Return the ids of leased messages."""
+        leased = (
+            "SELECT m.id FROM queue q JOIN message m ON m.seq=q.seq WHERE q.state=1"
+            " AND q.grp IN (SELECT id FROM grp) LIMIT ?"
+        )
         return [id_ for (id_,) in tx.execute(leased, (limit,))]
 
     def oldest_in(self, tx: Tx, limit: int) -> float | None:
-        """When the oldest message that is ready or leased was queued; behind more than `limit`
-        delayed ones, the oldest of these.
+        """Return when the oldest message that is ready or leased was published.
+
+        If the first `limit` messages are all delayed, use the oldest of them.
         """
         found: float | None = tx.execute(
-            "SELECT min(m.at) FROM grp g JOIN LATERAL (SELECT coalesce(min(seq) FILTER (WHERE state<>2), min(seq)) AS seq FROM"
-            " (SELECT seq, state FROM queue WHERE grp=g.id ORDER BY seq LIMIT ?) s) o ON true JOIN message m ON m.seq=o.seq"
-            " WHERE g.name='main' AND EXISTS(SELECT 1 FROM keyq k WHERE k.grp=g.id AND k.ready+k.leased>0)",
+            "SELECT min(m.at) FROM grp g JOIN LATERAL (SELECT coalesce(min(seq) FILTER (WHERE"
+            " state<>2), min(seq)) AS seq FROM"
+            " (SELECT seq, state FROM queue WHERE grp=g.id ORDER BY seq LIMIT ?) s) o ON true"
+            " JOIN message m ON m.seq=o.seq"
+            " WHERE g.name='main' AND EXISTS(SELECT 1 FROM keyq k WHERE k.grp=g.id"
+            " AND k.ready+k.leased>0)",
             (limit,),
         ).get
         return found
 
     def _noted(self, tx: Tx) -> Iterable[tuple[str, str, int, int, int, int]]:
         return tx.execute(
-            f"SELECT t.name, g.name, g.id, {sql.SUMS} FROM topic t JOIN grp g ON g.topic=t.id LEFT JOIN keyq k ON k.grp=g.id"
+            f"SELECT t.name, g.name, g.id, {sql.SUMS} FROM topic t"
+            f" JOIN grp g ON g.topic=t.id LEFT JOIN keyq k ON k.grp=g.id"
             " GROUP BY t.name, g.name, g.id ORDER BY t.name, g.name"
         ).fetchall()

@@ -1,5 +1,6 @@
-"""Lists as PostgreSQL arrays in the server's own binary form, so that one statement takes a whole
-batch. Bind one where the statement says `?::bigint[]`.
+"""Encoders of PostgreSQL arrays in binary format, so that one statement takes a whole batch.
+
+Bind an array to a placeholder with a cast, such as `?::bigint[]`.
 """
 
 from __future__ import annotations
@@ -7,11 +8,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-_HEAD = struct.Struct(
-    ">iiiii"
-)  # dimensions, has nulls, type of the elements, how many, number of the first
+# Dimensions, flag for NULL values, type OID of the elements, count, index of the first element.
+_HEAD = struct.Struct(">iiiii")
 _SIZE = struct.Struct(">i")
-_BYTEA, _BIGINT, _TEXT, _DOUBLE = 17, 20, 25, 701
+_BYTEA, _BIGINT, _TEXT, _DOUBLE = 17, 20, 25, 701  # type OIDs
 
 
 def bigints(values: Sequence[int]) -> bytes:
@@ -27,8 +27,9 @@ def byteas(values: Sequence[bytes]) -> bytes:
 
 
 def texts(values: Sequence[str | None]) -> bytes:
-    """Raises UnicodeEncodeError for what is no Unicode text. A NUL is the caller's to refuse: the
-    server does.
+    """Encode texts. Raises UnicodeEncodeError if a value is not valid Unicode.
+
+    The caller must reject NUL characters, which the server does not accept.
     """
     return _sized(_TEXT, [None if v is None else v.encode() for v in values], None in values)
 

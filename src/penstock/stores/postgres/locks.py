@@ -1,5 +1,6 @@
-"""A lock of the whole fleet: a file's on this machine, an advisory one on the server, and who took
-it last, for the transactions made under it.
+"""Lock for the whole fleet: a file lock on this machine and an advisory lock on the server.
+
+A token in the database names the last holder. Transactions under the lock check it.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ _TAKEN = "INSERT INTO holder VALUES(?,?) ON CONFLICT(name) DO UPDATE SET token=e
 
 
 class FleetLock:
-    """Implements locks.Lock. The advisory lock belongs to a connection of its own, so the server
-    gives it up when the process or the machine is gone.
+    """Implements locks.Lock.
 
-    A holder may learn of that too late, from a network that fell silent. So whoever takes it writes
-    a token into the books, and what is noted under the lock is noted only while the token is still
-    one's own.
+    The advisory lock has its own connection. So the server releases the lock when the process or
+    the machine has stopped.
+
+    If the network fails without an error, a holder may learn too late that it lost the lock. So
+    each new holder writes a token into the database. A transaction under the lock commits only if
+    the token is still the holder's.
     """
 
     shared = True
@@ -40,7 +43,7 @@ class FleetLock:
         self._store = store
         self._file = FileLock(path)
         self._wire = store.wire()
-        self._one = threading.Lock()  # the connection is one thread's at a time
+        self._one = threading.Lock()  # the connection serves a single thread at a time
         self._key = int.from_bytes(
             blake2b(
                 f"{store.namespace}\0{self.name}".encode(), digest_size=8, person=b"penstock"
@@ -52,7 +55,7 @@ class FleetLock:
 
     @property
     def held(self) -> bool:
-        """A server that ended the connection has said so, and that is seen here without asking."""
+        """True as far as this process knows. Detects a connection that the server has closed."""
         return bool(self._token) and self._file.held and self._wire.is_fresh
 
     @property
@@ -60,7 +63,8 @@ class FleetLock:
         return self._file.held
 
     async def take(self) -> bool:
-        if not self._file.try_acquire():  # one of us asks the server for all of this machine
+        # Only one process of a machine requests the lock from the server.
+        if not self._file.try_acquire():
             return False
         if self.held:
             return True
@@ -74,7 +78,7 @@ class FleetLock:
 
     def _try(self) -> bool:
         with self._one:
-            if not self._file.held:  # released while this waited for its thread
+            if not self._file.held:  # released while this call waited for its thread
                 return False
             try:
                 if not self._wire.is_fresh:

@@ -1,5 +1,6 @@
-"""One PostgreSQL schema as a store: group commit under one lock for the whole fleet, readings, and
-migrations. The connection itself is in postgres_wire.
+"""Store in one PostgreSQL schema: group commit under one lock for the whole fleet, reads, tables.
+
+See `connection` for the connection itself.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ from penstock.stores.sql import Tx
 
 T = TypeVar("T")
 
-# with a savepoint each: beyond 64 the server keeps them on disk, and every snapshot gets slower
+# Jobs in one transaction. Each has a savepoint: above 64 the server stores them on disk, and every
+# snapshot gets slower.
 MAX_GROUP = 50
-LOCK_SPACE = (
-    0x50454E53  # "PENS": the advisory locks of others in the same database have other first halves
-)
-TRIES = 3
-# A fleet waits for whoever holds the lock, so nobody may hold it and be silent, and nobody waits
-# for ever.
+# "PENS": first half of the lock key. Advisory locks of other programs in the same database have
+# another first half.
+LOCK_SPACE = 0x50454E53
+MAX_RETRIES = 3  # retries after a deadlock or serialization failure
+# The fleet waits for the holder of the lock. So a holder may not be idle for long, and no wait is
+# unlimited.
 SETTINGS = {
     "idle_in_transaction_session_timeout": "15s",
     "lock_timeout": "30s",
@@ -40,34 +42,31 @@ SETTINGS = {
     "tcp_keepalives_interval": "5",
     "tcp_keepalives_count": "3",
     "timezone": "UTC",
-    # else what is read behind the lock would be as it was before it
+    # Statements after the lock must see the commits made before it was granted.
     "default_transaction_isolation": "read committed",
-    # where a table must be walked all the same, it looks so dear that the server would compile the
-    # question first
+    # With sequential scans off, a necessary scan has a very high cost estimate. So the server would
+    # compile the query first.
     "jit": "off",
-    # plans are kept as long as a connection, and made when tables are small: one that walks a table
-    # would soon walk a large one
+    # Plans are cached for the life of a connection, and made when tables are small. A plan with a
+    # sequential scan would soon scan a large table.
     "enable_seqscan": "off",
 }
-# Whole classes of SQLSTATE that are the server's trouble, not the statement's.
+# Classes of SQLSTATE that are failures of the server, not of the statement.
 _OUTAGE_CLASSES = ("08", "53", "57", "58", "XX")
-_OUTAGE_STATES = (
-    "25P03",
-    "25006",
-    "42501",
-    "55P03",
-)  # stalled, read-only, no longer permitted, the lock is held
-_TRY_AGAIN = ("40001", "40P01")
+# Idle-in-transaction timeout, read-only, permission withdrawn, lock timeout.
+_OUTAGE_STATES = ("25P03", "25006", "42501", "55P03")
+_RETRY_STATES = ("40001", "40P01")  # serialization failure, deadlock
 
 
 class PostgresStore:
-    """Implements ports.Store and stores.sql.SqlStore. `write` returns after COMMIT; whoever writes
-    at the same moment shares that commit.
+    """Implements ports.Store and stores.sql.SqlStore.
 
-    `work(tx)` runs on a thread of the store's own, never on the loop's: it must not touch the loop
-    (no `Event.set`, no futures); what is to happen there happens after `await write(...)`. It may
-    run again in a new transaction when the server refused the first. `inline=True` runs everything
-    on the caller's thread: tests and simulation.
+    `write` returns after COMMIT. Jobs that wait at the same time share one commit.
+
+    `work(tx)` runs on a thread of the store, never on the event loop's thread. So it must not use
+    the loop (no `Event.set`, no futures). Do that after `await write(...)`. `work` may run again in
+    a new transaction if the server rejected the first one. `inline=True` runs everything on the
+    caller's thread, for tests and simulation.
     """
 
     pipelined = True
@@ -75,7 +74,7 @@ class PostgresStore:
     def __init__(
         self, url: str, *, namespace: str, durability: str = "full", inline: bool = False
     ) -> None:
-        """Reads the URL; nothing is asked of the server yet."""
+        """Parse the URL. No connection is opened yet."""
         self.address = Address.parse(url)
         self.namespace, self.durability, self.inline = namespace, durability, inline
         self.path = self.address.label
@@ -83,8 +82,8 @@ class PostgresStore:
         self.key = zlib.crc32(namespace.encode()) - (1 << 31)
         self._closed = False
         self._prepared = False
-        self._books = _Writer(self, locked=True)
-        self._beside = _Writer(self, locked=False)
+        self._exclusive = _Writer(self, locked=True)
+        self._row_locking = _Writer(self, locked=False)
         self._reading = threading.Lock()
         self._reader = self.wire()
         self._reads = ThreadPoolExecutor(1, "penstock-read")
@@ -92,45 +91,51 @@ class PostgresStore:
     # -- opening -----------------------------------------------------------------------------------
 
     def wire(self) -> Wire:
-        """A connection of one's own to this schema, not open yet; for those who listen."""
+        """Return a separate connection to this schema, not yet open, for listeners and locks."""
         path = quoting.Identifier(self.namespace).as_string(None)
         return Wire(self.address.options, {**SETTINGS, "search_path": path})
 
     def part(self, name: str, version: int, schema: str) -> None:
-        """As SqlStore.part. Several processes may start at once: they take turns."""
+        """As SqlStore.part. Processes that start at the same time create tables one by one."""
         try:
-            with self._books.lock:
-                wire = self._books.opened()
+            with self._exclusive.lock:
+                wire = self._exclusive.opened()
                 self._prepare(wire)
                 found = wire.execute("SELECT version FROM part WHERE name=?", (name,)).get
                 if found is None:
                     found = self._create(wire, name, version, schema)
         except psycopg.Error as e:
-            self._books.drop()
+            self._exclusive.drop()
             raise refusal(e, self.address, self.namespace) from e
         if found != version:
             age = "a newer" if found > version else "an older"
             raise Unreachable(
-                f"{self.path}: its {name} tables have version {found}, this Penstock knows {version}; they were written by {age} release",
-                hint="run that release, or give this one a namespace of its own (PENSTOCK_NAMESPACE=…)",
+                f"{self.path}: its {name} tables have version {found}, "
+                f"this Penstock knows {version}; they were written by {age} release",
+                hint="run that release, or give this one another namespace (PENSTOCK_NAMESPACE=…)",
             )
 
     def _prepare(self, wire: Wire) -> None:
-        """The schema itself, once per process."""
+        """Check the server's version and create the schema, once per process."""
         if self._prepared:
             return
         if wire.version < OLDEST:
             raise Unreachable(
-                f"{self.path} runs PostgreSQL {wire.version // 10000}, and Penstock needs {OLDEST // 10000} or newer",
-                hint="upgrade the server, or point the URL at a newer one",
+                f"{self.path} runs PostgreSQL {wire.version // 10000}, "
+                f"and Penstock needs {OLDEST // 10000} or newer",
+                hint="upgrade the server, or name a newer one in the URL",
             )
-        there = "SELECT to_regclass('durable') IS NOT NULL AND to_regnamespace(current_schema()) IS NOT NULL"
-        if not wire.execute(there).get:
-            self._alone(wire)
+        is_prepared = (
+            "SELECT to_regclass('durable') IS NOT NULL "
+            "AND to_regnamespace(current_schema()) IS NOT NULL"
+        )
+        if not wire.execute(is_prepared).get:
+            self._begin_alone(wire)
             name = quoting.Identifier(self.namespace).as_string(None)
+            # CREATE SCHEMA IF NOT EXISTS needs the CREATE permission even if the schema exists.
             if not wire.execute(
                 "SELECT 1 FROM pg_namespace WHERE nspname=?", (self.namespace,)
-            ).get:  # IF NOT EXISTS asks for the right to create even then
+            ).get:
                 wire.execute(f"CREATE SCHEMA {name}")
             wire.execute(
                 "CREATE TABLE IF NOT EXISTS part(name TEXT PRIMARY KEY, version BIGINT NOT NULL)"
@@ -141,7 +146,7 @@ class PostgresStore:
         self._prepared = True
 
     def _create(self, wire: Wire, name: str, version: int, schema: str) -> int:
-        self._alone(wire)
+        self._begin_alone(wire)
         found: int | None = wire.execute("SELECT version FROM part WHERE name=?", (name,)).get
         if found is None:
             for statement in statements(schema):
@@ -151,7 +156,7 @@ class PostgresStore:
         wire.sync()
         return version if found is None else found
 
-    def _alone(self, wire: Wire) -> None:
+    def _begin_alone(self, wire: Wire) -> None:
         wire.execute("BEGIN")
         wire.execute("SELECT pg_advisory_xact_lock(?, ?)", (LOCK_SPACE, self.key))
 
@@ -160,7 +165,7 @@ class PostgresStore:
         return FleetLock(self, path)
 
     def check(self) -> list[str]:
-        """The server looks after its files; here only whether it answers."""
+        """Check that the server answers. The server itself checks its files."""
         try:
             self.read_now(lambda tx: tx.execute("SELECT count(*) FROM part").get)
         except StoreUnavailable as e:
@@ -177,44 +182,47 @@ class PostgresStore:
         synced: bool = False,
         alone: bool = True,
     ) -> T:
-        """As SqlStore.write. With `alone`, no other process of the fleet writes with `alone` at
-        that time: what was read there is still so when it is decided and written, as on SQLite.
-        `alone=False` is for work that settles its conflicts by row locks.
+        """As SqlStore.write.
+
+        With `alone`, one process of the fleet at a time runs such a transaction. So rows that it
+        has read do not change before its commit, as on SQLite. `alone=False` is for work that
+        avoids conflicts by row locks.
         """
         self._refuse_if_closed()
         job = _Job(work, synced or (durable and self.durability == "full"))
-        writer = self._books if alone else self._beside
+        writer = self._exclusive if alone else self._row_locking
         if self.inline:
-            writer.settle([job])
+            writer.execute_jobs([job])
         else:
             job.loop = asyncio.get_running_loop()
             job.future = job.loop.create_future()
             writer.add(job)
-            await asyncio.shield(job.future)  # a cancelled caller must not hide what was committed
+            # A cancelled caller must not cancel the future: the job commits anyway.
+            await asyncio.shield(job.future)
         result: T = job.outcome()
         return result
 
     def write_now(self, work: Callable[[Tx], T], *, durable: bool = True) -> T:
         self._refuse_if_closed()
         job = _Job(work, durable and self.durability == "full")
-        self._books.settle([job])
+        self._exclusive.execute_jobs([job])
         result: T = job.outcome()
         return result
 
     def before_commit(self, work: Callable[[], object], /) -> None:
-        self._books.before_commit.append(work)
+        self._exclusive.before_commit.append(work)
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
             raise StoreUnavailable(
                 f"{self.path} is closed",
-                hint="it was closed by this process; nothing more can be written",
+                hint="open the store again: this process has closed it",
             )
 
     # -- reading -----------------------------------------------------------------------------------
 
     async def read(self, work: Callable[[Tx], T]) -> T:
-        """What is committed. `work(tx)` runs on a thread of the store's own."""
+        """Read committed data. `work(tx)` runs on a thread of the store."""
         if self.inline:
             return self.read_now(work)
         self._refuse_if_closed()
@@ -222,20 +230,20 @@ class PostgresStore:
 
     @property
     def file(self) -> Path | None:
-        """It has none on this machine."""
+        """Always None, because the store has no file on this machine."""
         return None
 
     def moment(self, work: Callable[[Tx], T]) -> T:
-        """As read_now, with all that `work` reads from one moment."""
+        """As SqlStore.moment."""
 
-        def whole(tx: Tx) -> T:
+        def in_transaction(tx: Tx) -> T:
             tx.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
             try:
                 return work(tx)
             finally:
                 tx.execute("COMMIT")
 
-        return self.read_now(whole)
+        return self.read_now(in_transaction)
 
     def read_now(self, work: Callable[[Tx], T]) -> T:
         self._refuse_if_closed()
@@ -253,20 +261,20 @@ class PostgresStore:
                     self._reader.close()
                     if not is_outage(e):
                         raise
-                    if (
-                        last or fresh or not lost
-                    ):  # a connection that was idle when the server went tells us only now; a new one may do
+                    # An idle connection reports only now that the server closed it. A new
+                    # connection may work.
+                    if last or fresh or not lost:
                         raise self.outage(e, "cannot be read") from e
                 except BaseException:
                     self._reader.close()
                     raise
-        raise AssertionError("a reading answers or raises")
+        raise AssertionError("read_now returns or raises")
 
     def outage(self, e: BaseException, what: str) -> StoreUnavailable:
         lines = str(e).strip().splitlines() or [type(e).__name__]
         return StoreUnavailable(
             f"{self.path} {what}: {self.address.without_secrets(lines[0])}",
-            hint="work goes on by itself when the server is back",
+            hint="check the server. Work continues automatically when it answers",
         )
 
     # -- closing -----------------------------------------------------------------------------------
@@ -278,18 +286,18 @@ class PostgresStore:
         if self._closed:
             return
         self._closed = True
-        self._books.close()
-        self._beside.close()
+        self._exclusive.close()
+        self._row_locking.close()
         self._reads.shutdown()
         self._reader.close()
 
 
 class _Writer:
-    """One writing connection with its thread: whoever writes at this moment shares a transaction."""
+    """Writing connection with its thread. Jobs that wait at the same time share one transaction."""
 
     def __init__(self, store: PostgresStore, *, locked: bool) -> None:
         self.store, self.locked = store, locked
-        self.lock = threading.RLock()  # the connection is one thread's at a time
+        self.lock = threading.RLock()  # only one thread at a time uses the connection
         self.before_commit: list[Callable[[], object]] = []
         self._wire = store.wire()
         self._queue: deque[_Job] = deque()
@@ -308,7 +316,7 @@ class _Writer:
             self._wire.close()
 
     def close(self) -> None:
-        self._thread.shutdown()  # what was accepted before is still written
+        self._thread.shutdown()  # waits until all accepted jobs are written
         self.drop()
 
     def add(self, job: _Job) -> None:
@@ -326,31 +334,33 @@ class _Writer:
                 if not group:
                     self._busy = False
                     return
-            self.settle(group)
+            self.execute_jobs(group)
             for loop in {job.loop for job in group if job.loop is not None}:
-                with contextlib.suppress(RuntimeError):  # the loop was closed: nobody asks any more
-                    loop.call_soon_threadsafe(_answer, [job for job in group if job.loop is loop])
+                with contextlib.suppress(RuntimeError):  # the loop was closed, so no caller waits
+                    loop.call_soon_threadsafe(_resolve, [job for job in group if job.loop is loop])
 
     # -- one transaction ---------------------------------------------------------------------------
 
-    def settle(self, group: Sequence[_Job]) -> None:
-        """Every job has its result or its error afterwards. An outage fails the whole group, and
-        then (but for a COMMIT whose answer was lost) nothing was written.
+    def execute_jobs(self, group: Sequence[_Job]) -> None:
+        """Run the jobs, and set the result or error of each.
+
+        An outage fails the whole group. Then no change is written, unless the outage hid the result
+        of COMMIT.
         """
         with self.lock:
             refused = self._attempt(group)
             if refused is None:
                 return
             if len(group) == 1:
-                return self._insist(group[0], refused)
-            for job in group:  # which of them it was cannot be told: each for itself
+                return self._retry_deadlock(group[0], refused)
+            for job in group:  # the cause is unknown, so each job runs in its own transaction
                 if (refused := self._attempt([job])) is not None:
-                    self._insist(job, refused)
+                    self._retry_deadlock(job, refused)
 
-    def _insist(self, job: _Job, refused: psycopg.Error) -> None:
-        """A statement was refused, of this job alone. Against a deadlock, trying again is the cure."""
-        for _ in range(TRIES):
-            if refused.sqlstate not in _TRY_AGAIN:
+    def _retry_deadlock(self, job: _Job, refused: psycopg.Error) -> None:
+        """Repeat a job whose statement was rejected, if the error is a deadlock or similar."""
+        for _ in range(MAX_RETRIES):
+            if refused.sqlstate not in _RETRY_STATES:
                 job.error = refused
                 return
             again = self._attempt([job])
@@ -360,8 +370,9 @@ class _Writer:
         job.error = self.store.outage(refused, "does not take writes")
 
     def _attempt(self, group: Sequence[_Job]) -> psycopg.Error | None:
-        """None: all is settled. An error: a statement was refused, nothing is written, and it is
-        the jobs' own.
+        """Run one transaction. Return None if each job has its result or error.
+
+        Return the error if the server rejected a statement of a job. Then no change is written.
         """
         reused, self._committing = self._wire.is_open, False
         try:
@@ -370,9 +381,9 @@ class _Writer:
             except psycopg.Error:
                 if not reused or self._wire.is_open or self._committing:
                     raise
-                self._transact(
-                    group
-                )  # it was idle when the server went, and nothing can have been written: on a new connection
+                # The idle connection was closed by the server before the COMMIT, so no change is
+                # written. Repeat on a new connection.
+                self._transact(group)
         except psycopg.Error as e:
             self._roll_back()
             if not is_outage(e):
@@ -387,16 +398,18 @@ class _Writer:
         self.before_commit.clear()
         wire = self.opened()
         wire.execute("BEGIN")
-        wire.execute(
-            "SET LOCAL synchronous_commit TO off"
-        )  # the lock is not kept while the disk syncs: see _commit
+        # The lock is not held while the disk syncs: see _commit.
+        wire.execute("SET LOCAL synchronous_commit TO off")
         if self.locked:
             wire.execute("SELECT pg_advisory_xact_lock(?, ?)", (LOCK_SPACE, self.store.key))
         if self._run(wire, group):
             self._commit(wire, group)
 
     def _run(self, wire: Wire, group: Sequence[_Job]) -> bool:
-        """One job that raises is rolled back alone. False: there is nothing to commit."""
+        """Run the jobs. A job that raises is rolled back alone.
+
+        Return False if the transaction has ended, because its only job was rolled back.
+        """
         for job in group:
             if len(group) > 1:
                 wire.execute("SAVEPOINT job")
@@ -424,8 +437,8 @@ class _Writer:
         self._committing = True
         done = wire.execute("COMMIT")
         if any(job.durable for job in group):
-            # The log is synced in order, so a record of our own behind the commit brings it to the
-            # disk; by now others have the lock.
+            # The WAL is synced in order. So syncing a record after the commit also syncs the
+            # commit. The lock is already released.
             wire.execute("SELECT setval('durable', 1)")
         wire.sync()
         if done.tag != "COMMIT":
@@ -452,6 +465,8 @@ class _Writer:
 
 
 class _Job:
+    """One `work(tx)`, with its result or error."""
+
     __slots__ = ("durable", "error", "future", "loop", "result", "work")
 
     def __init__(self, work: Callable[[Tx], Any], durable: bool) -> None:
@@ -467,15 +482,15 @@ class _Job:
         return self.result
 
 
-def _answer(jobs: Sequence[_Job]) -> None:
+def _resolve(jobs: Sequence[_Job]) -> None:
     for job in jobs:
         if job.future is not None and not job.future.done():
             job.future.set_result(None)
 
 
 def is_outage(e: psycopg.Error) -> bool:
-    """Is it the server's trouble, so that the same statement may do later?"""
+    """Return True if the server failed, so that the same statement may succeed later."""
     state = e.sqlstate
-    if state is None:  # the connection's own, or the library's word for a connection that is gone
+    if state is None:  # an error of the connection, or the library's error for a lost connection
         return isinstance(e, psycopg.OperationalError | psycopg.InterfaceError)
     return state[:2] in _OUTAGE_CLASSES or state in _OUTAGE_STATES

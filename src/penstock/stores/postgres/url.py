@@ -1,6 +1,4 @@
-"""A PostgreSQL URL taken apart, without its secrets where it is shown, and what a server's refusal
-means in one sentence.
-"""
+"""Parsed PostgreSQL URL, without its secrets in messages, and explanations of connection errors."""
 
 from __future__ import annotations
 
@@ -13,11 +11,12 @@ from psycopg import conninfo
 
 from penstock.errors import ConfigError, PenstockError, Unreachable
 
-OLDEST = 120000  # server_version_num: 12
+OLDEST = 120000  # oldest supported server_version_num: PostgreSQL 12
 SECRETS = ("password", "sslpassword")
 EXAMPLE = "postgres://user:password@host:5432/database"
-# A worker that waits for a dead peer holds up its own work; a fleet's server is near.
-PATIENCE = {
+# Timeouts of a connection. A worker that waits for a lost server does no other work. They can be
+# short, because the server of a fleet is nearby.
+TIMEOUTS = {
     "connect_timeout": "5",
     "keepalives_idle": "10",
     "keepalives_interval": "5",
@@ -28,7 +27,7 @@ PATIENCE = {
 
 @dataclass(frozen=True)
 class Address:
-    """What a URL says. `label` is for messages."""
+    """Connection options of a URL. `label` is the URL without secrets, for messages."""
 
     options: dict[str, Any]
     label: str
@@ -40,29 +39,30 @@ class Address:
             found = conninfo.conninfo_to_dict(url)
             ports = str(found.get("port") or "5432").split(",")
             if not all(port.isdecimal() and 0 < int(port) < 65536 for port in ports):
-                # Not shown: where a password holds a /, the half of it before that is taken for the
+                # Do not show the value: if a password contains a /, its first part is parsed as the
                 # port.
-                raise psycopg.ProgrammingError("what stands for its port is no port")
+                raise psycopg.ProgrammingError("its port is not a number from 1 to 65535")
         except psycopg.Error as e:
-            said = str(e).strip().splitlines()[0]
+            text = str(e).strip().splitlines()[0]
             secret = re.search(r"://[^@/]*:([^@/]+)@", url)
             if secret:
-                said = said.replace(secret[1], "***")
+                text = text.replace(secret[1], "***")
             raise ConfigError(
-                f"the PostgreSQL URL cannot be read: {said}",
-                hint=f"it looks like {EXAMPLE}; %, @ and / in a password are written %25, %40 and %2F",
+                f"the PostgreSQL URL cannot be read: {text}",
+                hint=f"write it as {EXAMPLE}, with %25, %40 and %2F for %, @ and / in a password",
             ) from e
         if not psycopg.capabilities.has_pipeline():
             raise ConfigError(
-                f"psycopg runs with libpq {psycopg.pq.version() // 10000}, and Penstock needs 14 or newer",
-                hint="pip install 'psycopg[binary]'",
+                f"psycopg uses libpq {psycopg.pq.version() // 10000}, "
+                "and Penstock needs 14 or newer",
+                hint="run: pip install 'psycopg[binary]'",
             )
         host = str(found.get("host") or "localhost")
         where = f"{host}:{found['port']}" if found.get("port") else host
-        who = f"{found['user']}@" if found.get("user") else ""
-        options = {**PATIENCE, **found}
+        user = f"{found['user']}@" if found.get("user") else ""
+        options = {**TIMEOUTS, **found}
         options.setdefault("application_name", "penstock")
-        return cls(options, f"postgres://{who}{where}/{found.get('dbname') or ''}".rstrip("/"))
+        return cls(options, f"postgres://{user}{where}/{found.get('dbname') or ''}".rstrip("/"))
 
     def without_secrets(self, text: str) -> str:
         for name in SECRETS:
@@ -72,66 +72,72 @@ class Address:
 
 
 def refusal(e: psycopg.Error, address: Address, namespace: str) -> PenstockError:
-    """Why the store cannot be opened. The server's FATAL messages carry no code to the client, so
-    they are known by their words.
+    """Return the error, with a hint, to raise if the store cannot be opened.
+
+    The client gets the server's FATAL messages without an SQLSTATE. So this function recognises
+    them by their text.
     """
-    said = address.without_secrets(" ".join(str(e).split()))
+    text = address.without_secrets(" ".join(str(e).split()))
     user, database = address.options.get("user") or "you", address.options.get("dbname") or ""
     label = address.label
     if e.sqlstate == "42501":
         return Unreachable(
-            f"{label}: {user} may not create the tables of Penstock in schema {namespace}: {said}",
-            hint=f'as an owner of the database: CREATE SCHEMA "{namespace}" AUTHORIZATION {user}, or GRANT CREATE ON DATABASE {database or "…"} TO {user}',
+            f"{label}: {user} may not create the tables of Penstock in schema {namespace}: {text}",
+            hint="run as an owner of the database: "
+            f'CREATE SCHEMA "{namespace}" AUTHORIZATION {user}, '
+            f"or GRANT CREATE ON DATABASE {database or '…'} TO {user}",
         )
     if (
-        "password authentication failed" in said
-        or "no password supplied" in said
-        or "authentication failed" in said
+        "password authentication failed" in text
+        or "no password supplied" in text
+        or "authentication failed" in text
     ):
         return Unreachable(
             f"{label} refuses the user or the password",
             hint=f"check both in the URL ({EXAMPLE}), or PGPASSWORD",
         )
-    if re.search(r'database "[^"]*" does not exist', said):
+    if re.search(r'database "[^"]*" does not exist', text):
         return Unreachable(
             f"{label}: there is no such database",
-            hint=f"createdb {database}, or name another one in the URL",
+            hint=f"run createdb {database}, or name another one in the URL",
         )
-    if re.search(r'role "[^"]*" does not exist', said):
+    if re.search(r'role "[^"]*" does not exist', text):
         return Unreachable(
-            f"{label}: the server knows no user {user}",
-            hint=f"createuser {user}, or name another one in the URL",
+            f"{label}: the server has no user {user}",
+            hint=f"run createuser {user}, or name another one in the URL",
         )
-    if "pg_hba.conf" in said:
+    if "pg_hba.conf" in text:
         return Unreachable(
-            f"{label} does not let us in from here: {_said(said)}",
+            f"{label} does not accept connections from this machine: {_first_reason(text)}",
             hint="add a line for this client to the server's pg_hba.conf, or try sslmode=require",
         )
-    if "too many clients" in said or "remaining connection slots" in said or e.sqlstate == "53300":
+    if "too many clients" in text or "remaining connection slots" in text or e.sqlstate == "53300":
         return Unreachable(
-            f"{label} has no connection left",
-            hint="raise max_connections (a worker takes up to four, and one for each sink with an outbox), or stop other clients",
+            f"{label} has no free connection",
+            hint="raise max_connections (a worker uses up to four, and one for each sink with an "
+            "outbox), or stop other clients",
         )
-    if "could not translate host name" in said or "resolve host" in said:
+    if "could not translate host name" in text or "resolve host" in text:
         return Unreachable(
             f"{label}: the host's name cannot be resolved", hint="check the host in the URL"
         )
-    if "server closed the connection" in said or "received invalid response" in said:
+    if "server closed the connection" in text or "received invalid response" in text:
         return Unreachable(
-            f"{label} hung up: {_said(said)}",
-            hint="is that port PostgreSQL's, and does it want TLS (sslmode=require)?",
+            f"{label} closed the connection: {_first_reason(text)}",
+            hint="check that the port belongs to PostgreSQL, and whether it requires TLS "
+            "(sslmode=require)",
         )
     if e.sqlstate is not None:
         return Unreachable(
-            f"cannot prepare the store {label}: {said}", hint="penstock doctor looks closer"
+            f"cannot prepare the store {label}: {text}", hint="run `penstock doctor`"
         )
     return Unreachable(
-        f"{label} cannot be reached: {_said(said)}",
-        hint="is the server up, and are host and port in the URL right?",
+        f"{label} cannot be reached: {_first_reason(text)}",
+        hint="check that the server runs, and host and port in the URL",
     )
 
 
-def _said(text: str) -> str:
-    """Without the library's preamble, and only what it met first."""
+def _first_reason(text: str) -> str:
+    """Return the first reason in an error text, without libpq's preamble."""
     found = re.search(r"(?:FATAL|failed):\s*(.*)", text)
     return (found[1] if found else text).split(" Is the server running")[0].strip() or "no answer"
