@@ -110,9 +110,10 @@ class Lifecycle:
     ) -> list[Accepted]:
         """Insert events and publish their messages.
 
-        Durable when it returns, at the level of the option `durability`. An event with a known id is not inserted again. The source's cursor moves in the same
-        transaction, unless the limit of pending events refused an event. `in_transaction` runs in
-        the transaction too. An exception from `in_transaction` undoes the transaction.
+        Durable when it returns, at the level of the option `durability`. An event with a known id
+        is not inserted again. The source's cursor moves in the same transaction, unless the limit
+        of pending events refused an event. `in_transaction` runs in the transaction too. An
+        exception from `in_transaction` undoes the transaction.
         """
         answers = await self._uow.write(lambda tx: self._accept(tx, events, cursor, in_transaction))
         self._topics.wake(e.topic for e in events)
@@ -175,7 +176,8 @@ class Lifecycle:
     ) -> list[bool]:
         """Write all consequences of these ends in one transaction.
 
-        Durable when it returns, at the level of the option `durability`. The result is False if the fence of an end was outdated. Such an end changes nothing.
+        Durable when it returns, at the level of the option `durability`. The result is False if the
+        fence of an end was outdated. Such an end changes nothing.
         """
         session = await self._claims.open(lambda: self._keys_of_links(ends))
         while True:
