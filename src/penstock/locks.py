@@ -1,5 +1,7 @@
-"""Locks on files, by which processes of one machine know who is alive; a pid may be reused, a lock
-may not. No waiting, no leases.
+"""File locks that show which processes of this machine are alive.
+
+A process id may be reused, but a lock ends with its process. Taking a lock never waits, except in
+`WorkerLock.acquire`. Locks have no leases.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from penstock.ports import Transaction
 
-# bytes; written when the file is made, so that a note on a full disk overwrites and allocates
-# nothing
+# Bytes of the status text. They are written when the lock is taken. So a later status text
+# overwrites them and needs no disk space, even if the disk is full.
 _NOTE = 512
 _private: set[int] = set()  # descriptors that hold a lock
 
@@ -34,9 +36,11 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def lock_descriptor(fd: int) -> bool:
-    """Take the exclusive lock of an open file, never waiting. True: held until `unlock_descriptor`,
-    or until this process is gone. Where the file system knows no locks this is True as well: the
-    caller's own lock file has to do.
+    """Take the exclusive lock of an open file. Never waits.
+
+    Return True if the lock is held. It ends with `unlock_descriptor` or with this process. Return
+    True also if the file system has no locks. Then only the caller's separate lock file protects
+    the file.
     """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -50,25 +54,29 @@ def lock_descriptor(fd: int) -> bool:
 
 
 def unlock_descriptor(fd: int) -> None:
-    """Give the lock back and close it. Nothing to do in a forked child, where it is closed already
-    and the number may be another file's.
+    """Release the lock and close the file.
+
+    Does nothing in a forked child. There the descriptor is already closed, and its number may
+    belong to another file.
     """
     if fd in _private:
         _private.discard(fd)
         with contextlib.suppress(OSError):
-            fcntl.flock(
-                fd, fcntl.LOCK_UN
-            )  # a child forked this instant has a copy, and closing ours would leave the lock with it
+            # Unlock before closing. A child that was just forked may still have a copy of the
+            # descriptor, which would keep the lock.
+            fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
 
 
 class Lost(Exception):
-    """The lock is another's by now: what was to be noted under it is not."""
+    """Another process has taken the lock. The transaction under the lock is rolled back."""
 
 
 class FileLock:
-    """An exclusive lock on a file of its own. Held by one object of one process; ends with it,
-    however it ends. Implements Lock.
+    """An exclusive lock on a separate lock file. Implements ports.Lock.
+
+    One object of one process holds the lock. The lock ends with the process, even if the process is
+    killed.
     """
 
     shared = False
@@ -92,10 +100,13 @@ class FileLock:
         """Do nothing: only processes of this machine compete for the lock."""
 
     def lose(self) -> None:
-        """It ends with the process, never before."""
+        """Do nothing: another process cannot take the lock while this process holds it."""
 
     def try_acquire(self) -> bool:
-        """Never waits. Raises OSError where the file cannot be made or locked at all."""
+        """Try to take the lock. Return False if another process holds it. Never waits.
+
+        Raises OSError if the file cannot be created or locked.
+        """
         if self.held:
             return True
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -103,9 +114,9 @@ class FileLock:
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if not _is_at(
-                    fd, self.path
-                ):  # removed between open and lock: whoever comes next would lock another file
+                # The file was removed between open and lock. The next process would create and lock
+                # another file.
+                if not _is_at(fd, self.path):
                     os.close(fd)
                     continue
                 _private.add(fd)
@@ -120,8 +131,9 @@ class FileLock:
                 raise
 
     def note(self, text: str) -> None:
-        """Leave a line for those who do not hold it. Raises OSError; the lock does not depend on
-        it.
+        """Write the status text, which other processes can read.
+
+        Raises OSError if the text cannot be written. The lock stays held.
         """
         raw = text.encode("utf-8", "replace").replace(b"\n", b" ")[: _NOTE - 1]
         os.pwrite(self._fd, raw.ljust(_NOTE - 1) + b"\n", 0)
@@ -132,7 +144,7 @@ class FileLock:
     def release(self, *, remove: bool = False) -> None:
         if not self.held:
             return
-        if remove:  # while still held, so nobody's fresh file is removed
+        if remove:  # while the lock is held, so that a new file of another process is not removed
             with contextlib.suppress(OSError):
                 self.path.unlink()
         fd, self._fd = self._fd, -1
@@ -140,6 +152,7 @@ class FileLock:
 
 
 def _is_at(fd: int, path: Path) -> bool:
+    """Return True if the open file is the file at this path."""
     try:
         there = os.stat(path)
     except FileNotFoundError:
@@ -148,8 +161,9 @@ def _is_at(fd: int, path: Path) -> bool:
 
 
 def holder_alive(path: Path | str) -> bool:
-    """Somebody holds it now. Looks with a shared lock, so that two who look at once do not take
-    each other for the holder.
+    """Return True if a process holds the lock.
+
+    Checks with a shared lock, so that two checks at the same time do not report each other.
     """
     try:
         fd = os.open(path, os.O_RDONLY)
@@ -167,7 +181,7 @@ def holder_alive(path: Path | str) -> bool:
 
 
 def note_of(path: Path | str) -> str:
-    """The holder's last note; "" where there is none. Of use only while somebody holds the lock."""
+    """Return the last status text, or "". It is valid only while a process holds the lock."""
     try:
         with open(path, "rb") as f:
             return f.read(_NOTE).decode("utf-8", "replace").strip()
@@ -176,8 +190,9 @@ def note_of(path: Path | str) -> str:
 
 
 class WorkerLock:
-    """A worker's sign of life: `<dir>/<worker_id>.alive`, locked as long as its process lives.
-    Worker ids are not used twice at a time.
+    """Lock file of a worker: `<dir>/<worker_id>.alive`, locked while its process lives.
+
+    Two live processes cannot have the same worker id.
     """
 
     def __init__(self, directory: Path | str, worker_id: str) -> None:
@@ -185,8 +200,10 @@ class WorkerLock:
         self._lock = FileLock(_sign(directory, worker_id))
 
     def acquire(self, *, patience: float = 2.0) -> bool:
-        """False: a living process goes by this id. Blocks a few milliseconds where somebody is just
-        looking.
+        """Take the lock. Return False if a live process has this id.
+
+        Retries for up to `patience` seconds, because `holder_alive` of another process holds a
+        shared lock for a few milliseconds. Blocking.
         """
         until = time.monotonic() + patience
         while not self._lock.try_acquire():
@@ -204,13 +221,16 @@ def worker_alive(directory: Path | str, worker_id: str) -> bool:
 
 
 def dead_workers(directory: Path | str) -> list[str]:
-    """Those that went without saying goodbye, until `forget_worker`."""
+    """Return the ids of crashed workers whose lock files `forget_worker` has not removed."""
     signs = sorted(Path(directory).glob("*.alive"))
     return [sign.name.removesuffix(".alive") for sign in signs if not holder_alive(sign)]
 
 
 def forget_worker(directory: Path | str, worker_id: str) -> bool:
-    """Remove a dead worker's sign, after its work was taken back. False: it lives (again)."""
+    """Remove the lock file of a crashed worker, after its leases were expired.
+
+    Return False if a worker with this id is alive.
+    """
     lock = FileLock(_sign(directory, worker_id))
     if not lock.try_acquire():
         return False
@@ -219,6 +239,7 @@ def forget_worker(directory: Path | str, worker_id: str) -> bool:
 
 
 def _sign(directory: Path | str, worker_id: str) -> Path:
+    """Return the path of a worker's lock file. Raise ValueError if the id cannot be a file name."""
     if not worker_id or "/" in worker_id or "\0" in worker_id or worker_id.startswith("."):
         raise ValueError(f"a worker id names a file: {worker_id!r}")
     return Path(directory) / f"{worker_id}.alive"

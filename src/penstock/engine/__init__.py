@@ -1,1 +1,1 @@
-"""The engine: carries events from accepted to ended, on any broker and store."""
+"""The engine: processes events from acceptance to their end, on any broker and store."""

@@ -1,4 +1,4 @@
-"""Admits deliveries and starts their handlers: duplicates, freshness, slots, claims, fences."""
+"""Admission of deliveries and start of handlers: duplicates, freshness, slots, claims, fences."""
 
 from __future__ import annotations
 
@@ -32,22 +32,25 @@ from penstock.rules import freshness
 from penstock.rules.fingerprint import fingerprint
 from penstock.rules.proxies import needs_proxy
 
-PARK_AFTER = 10.0  # seconds; a longer wait for a slot is a delay in the ledger
-HOLD_AFTER = 0.05  # seconds; the broker holds back a host whose next slot is later
+PARK_AFTER = 10.0  # seconds. If a slot is further away, the event is delayed in the ledger.
+HOLD_AFTER = 0.05  # seconds. If a slot is further away, the broker holds the host until then.
 ALREADY_SETTLED = Admitted(verdict="settled")
 ENDED = ("success", "dead", "duplicate")
 
 
 class _SlotPlan(msgspec.Struct):
-    """What follows from reserved slots."""
+    """Consequences of reserved slots."""
 
     answers: list[Admitted] = []
-    far: list[tuple[Delivery, Event, float]] = []  # delayed until the slot
+    far: list[tuple[Delivery, Event, float]] = []  # deliveries that are delayed until the slot
     holds: dict[tuple[str, str], dict[str, float]] = {}  # (topic, group) -> host key -> until
 
 
 class Admission:
-    """Decides which deliveries may start, and records their starts. One transaction for each call.
+    """Decides which deliveries may start, and records their starts.
+
+    Each call writes one transaction. `admit` writes a second one if claims are in an external store
+    and a host must wait for its slot.
 
     Messages of an external broker may be copies, may be early, or may belong to an event that
     another worker processes. `admit` decides by the ledger row.
@@ -74,10 +77,11 @@ class Admission:
     async def admit(
         self, deliveries: Sequence[tuple[Delivery, Event | BadEnvelope]], *, fetches: bool
     ) -> list[Admitted]:
-        """Decide what happens to each delivery.
+        """Decide for each delivery whether it may start.
 
-        Deliveries of duplicates, delayed and ended events are settled here. `fetches` is False for
-        pages and records, which need neither a claim nor a slot.
+        Deliveries of duplicates, of delayed and ended events, and of unreadable messages are
+        settled here. `fetches` is False for pages and records, which need neither a claim nor a
+        slot.
         """
         session = await self._claims.open(
             lambda: [
@@ -163,7 +167,7 @@ class Admission:
         return answers, +wants
 
     def _state_or_enter(self, tx: Transaction, d: Delivery, e: Event, now: float) -> EventState:
-        """Return the event's state. Insert an event that was published without intake."""
+        """Return the event's state. Insert the event if it was published without intake."""
         state = state_of(tx, e.id)
         if state is None:
             accepted = msgspec.structs.replace(e, accepted_at=round(now, 3))
@@ -198,7 +202,7 @@ class Admission:
     def _bury_envelope(
         self, tx: Transaction, d: Delivery, error: BadEnvelope, now: float
     ) -> Outcome:
-        """Store a message that is not an event as a dead letter."""
+        """Store a message that is not a valid event as a dead letter."""
         tx.dead_letters.put(
             DeadLetter(
                 event_id=mint("envelope", d.topic, str(d.position)),
@@ -277,7 +281,8 @@ class Admission:
                 a.slot = slot = next(slots[e.key])
                 if slot > now + HOLD_AFTER:
                     until = plan.holds.setdefault((d.topic, d.group), {})
-                    # Hold the host until the last assigned slot, or the first one that is free.
+                    # Hold the host until its last assigned slot. If some slots are too far away,
+                    # hold it until the first of these, which is still free.
                     if until.get(d.key, 0.0) <= now + PARK_AFTER:
                         until[d.key] = slot
                 if slot > now + PARK_AFTER:
@@ -287,6 +292,7 @@ class Admission:
         return plan
 
     def _record_slots(self, tx: Transaction, plan: _SlotPlan) -> None:
+        """Delay events whose slot is far away, and hold hosts until their slots."""
         now = self._clock.now()
         for d, e, slot in plan.far:
             # If the lease was lost, another worker may have the event.
@@ -306,10 +312,10 @@ class Admission:
         asks: Sequence[bool],
         writing: bool = False,
     ) -> list[int | None]:
-        """Count starts before the work, and take the claims of those that send a request (`asks`).
+        """Count starts before the work, and take the claims of events that send a request (`asks`).
 
-        Return each fence. It is None if the event has ended and its delivery is settled, or if the
-        lease was lost.
+        Return each fence. It is None if the event does not start. Then its delivery is settled, or
+        its lease was lost. A power cut may lose the starts.
         """
         wanted: dict[bytes, Event] = {}
         for (_, e, _), needs_request in zip(starts, asks, strict=True):
@@ -324,7 +330,7 @@ class Admission:
     def _takeovers(
         self, tx: Transaction, holders: Mapping[bytes, Holder], wanted: Mapping[bytes, Event]
     ) -> list[ClaimChange]:
-        """Return claims of other events that may be taken over."""
+        """Return changes of claims that other events have and `wanted` events may take over."""
         changes = []
         for key, e in wanted.items():
             holder, state = holders.get(key), state_of(tx, e.id)
@@ -400,15 +406,15 @@ class Admission:
         holders: dict[bytes, Holder | None],
         now: float,
     ) -> Outcome | None:
-        """Take the claim for an event. Return an outcome if another event has it.
+        """Take the claim for an event. Return an outcome if the event cannot have the claim.
 
-        Another event may have taken the claim since admission, also one of the same batch.
+        Another event may have taken the claim since admission, for example an event of this batch.
         """
         holder = _pop_holder(tx, session, holders, key)
         owner = taken[key].owner if key in taken else holder.owner if holder is not None else None
         if owner is None:
             if not session.takes_over:
-                return Release()  # the claim was another event's when it was to be taken
+                return Release()  # another event had the claim when this event tried to take it
             taken[key] = ClaimChange(key, e.id)
         elif owner != e.id:
             state = state_of(tx, e.id)
@@ -429,11 +435,12 @@ class Admission:
 def _pop_holder(
     tx: Transaction, session: ClaimSession, holders: dict[bytes, Holder | None], key: bytes
 ) -> Holder | None:
-    """Return the holder from the batch's answer. A second question for a key is asked again."""
+    """Return the holder from the batch's result. Each result is used once, then read again."""
     return holders.pop(key) if key in holders else session.holder(tx, key)
 
 
 def _baseline(tx: Transaction, holder: Holder) -> Baseline | None:
+    """Return the baseline of the claim's owner, or else of the last success before it."""
     found = tx.lookup.baseline(holder.owner)
     if found is None and holder.good is not None:
         found = tx.lookup.baseline(holder.good)
@@ -441,4 +448,5 @@ def _baseline(tx: Transaction, holder: Holder) -> Baseline | None:
 
 
 def _last_success(tx: Transaction, holder: Holder) -> str | None:
+    """Return the claim's owner if it has a baseline, or else the last success before it."""
     return holder.owner if tx.lookup.baseline(holder.owner) else holder.good

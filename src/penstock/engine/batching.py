@@ -1,5 +1,6 @@
-"""What is cheaper done together, collected until there is enough of it or the first has waited long
-enough. Not what is done with it.
+"""Collects items into batches.
+
+A batch is processed when it is full or when its oldest item has waited long enough.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ T = TypeVar("T")
 
 
 class Group(Generic[T]):
-    """`work` gets each group in a task of its own; several may be under way at once."""
+    """Collects items and passes each batch to `work`, in a separate task.
+
+    Several of these tasks may run at the same time. `enough` is the size of a full batch in items.
+    `linger` returns the seconds that the oldest item may wait.
+    """
 
     __slots__ = ("_enough", "_linger", "_timer", "_work", "under_way", "waiting")
 
@@ -24,10 +29,11 @@ class Group(Generic[T]):
     ) -> None:
         self._enough, self._linger, self._work = enough, linger, work
         self._timer: asyncio.TimerHandle | None = None
-        self.waiting: list[T] = []
-        self.under_way: set[asyncio.Task[None]] = set()
+        self.waiting: list[T] = []  # items of the next batch
+        self.under_way: set[asyncio.Task[None]] = set()  # tasks of batches in progress
 
     def add(self, one: T) -> None:
+        """Add an item. Process the batch if it is full. Start the timer if none is running."""
         self.waiting.append(one)
         if len(self.waiting) >= self._enough:
             self.flush()
@@ -35,6 +41,7 @@ class Group(Generic[T]):
             self._timer = asyncio.get_running_loop().call_later(self._linger(), self.flush)
 
     def flush(self) -> None:
+        """Process the waiting items now, if there are any."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

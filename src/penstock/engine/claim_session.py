@@ -1,4 +1,4 @@
-"""Claims around one transaction of the ledger, in the ledger's store or in a store of their own."""
+"""Claims around one transaction of the ledger, in the ledger's store or in an external store."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ Takeovers: TypeAlias = Callable[
 class ClaimSession(Protocol):
     """Claims as one transaction sees and changes them."""
 
-    takes_over: bool  # False: a claim of another event cannot be taken in this transaction
+    takes_over: bool  # True if this transaction can take claims of other events
 
     def holder(self, tx: Transaction, key: bytes) -> Holder | None: ...
 
     def holders(self, tx: Transaction, keys: Sequence[bytes]) -> dict[bytes, Holder | None]:
-        """Return holders of many keys if one question for all is cheaper. May return none."""
+        """Return holders of many keys if one query for all keys is cheaper.
+
+        The result may be empty. Then use `holder` for each key.
+        """
 
     def acquire(
         self, tx: Transaction, free: Mapping[bytes, str], now: float
@@ -38,14 +41,14 @@ class ClaimSession(Protocol):
         """Reserve slots in the transaction. Return None if `Pace` must do it afterwards."""
 
     async def apply(self) -> None:
-        """Write what the committed transaction decided to a store of its own."""
+        """Write the decisions of the committed transaction to an external store."""
 
 
 class Claims(Protocol):
     """Opens claim sessions."""
 
     async def open(self, keys: Callable[[], Iterable[bytes]]) -> ClaimSession:
-        """Prepare a transaction that looks at these URL keys."""
+        """Prepare a transaction that reads the claims of these URL keys."""
 
     async def open_for_start(
         self, wanted: Mapping[bytes, Event], takeovers: Takeovers
@@ -54,7 +57,7 @@ class Claims(Protocol):
 
 
 class SharedClaims:
-    """Claims in the ledger's store: every question and change is part of the transaction."""
+    """Claims in the ledger's store. Every read and change is part of the transaction."""
 
     takes_over = True
 
@@ -93,7 +96,7 @@ class SharedClaims:
 
 
 class PrefetchedClaims:
-    """Claims in another store: read and taken before the ledger's transaction."""
+    """Claims in an external store. They are read and taken before the ledger's transaction."""
 
     def __init__(self, claims: ExternalClaims, uow: UnitOfWork) -> None:
         self._claims, self._uow = claims, uow
@@ -106,8 +109,8 @@ class PrefetchedClaims:
     ) -> PrefetchedSession:
         """Take the claims before the start is recorded.
 
-        The owner is the event. If this process crashes before the start, the event finds its own
-        claim when it is delivered again.
+        The owner of a claim is an event and not a worker. If this process crashes before the start,
+        the event still owns its claim when it is delivered again.
         """
         holders = await self._claims.holders(list(wanted))
         changes = [ClaimChange(key, e.id) for key, e in wanted.items() if key not in holders]
@@ -126,7 +129,7 @@ class PrefetchedClaims:
 
 
 class PrefetchedSession:
-    """Claims of another store as they were before the transaction."""
+    """Claims of an external store, read before the transaction."""
 
     takes_over = False
 
@@ -136,6 +139,7 @@ class PrefetchedSession:
         self._next: dict[bytes, tuple[str, str]] = {}  # URL key -> next event, expected owner
 
     def add(self, change: ClaimChange) -> None:
+        """Record a claim that was taken before the transaction."""
         self._holders[change.key] = Holder(change.owner, change.last_success, None)
         self._taken[change.key] = change
 

@@ -1,5 +1,6 @@
-"""Whose turn it is among the admitted: requests in flight per host, slots that still stand, and the
-distance to the one before. No I/O, no waiting.
+"""Chooses which admitted deliveries start now: concurrency, slots and spacing per host.
+
+Does no I/O and never waits. Slots are reserved by `admission`.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from penstock.model import Event
 from penstock.ports import Admitted, Cancellable, Delivery, Extracted, Pace, PageMeta, Response
 from penstock.rules.pace import LATE
 
-KEPT = 0.95  # of the distance between two slots, where the first went late: so that it catches up
-SOON = 0.005  # a distance this short is not worth a timer
-REMEMBERED = 8192  # hosts
+# Share of the interval that is kept after a late request. Below 1, so that the host catches up.
+KEPT = 0.95
+SOON = 0.005  # seconds. A shorter wait is not worth a timer.
+REMEMBERED = 8192  # hosts. Above this, hosts without a request in the last 60 s are dropped.
 
 
 class Item:
-    """One held delivery, from receive until the books have its end."""
+    """A delivery held by this worker, from `receive` until its outcome is committed."""
 
     __slots__ = (
         "admitted",
@@ -43,14 +45,12 @@ class Item:
         self.delivery, self.event = delivery, event
         self.admitted = Admitted(verdict="go")
         self.fence = 0
-        self.begun = 0.0
-        self.asks = False  # its host, and not only for an extraction of what is stored
-        self.slot = math.inf  # where it had to wait for one
-        self.given = math.inf  # when it got it
+        self.begun = 0.0  # time of the counted start, 0 until `begin` has counted it
+        self.asks = False  # False if no request is sent, for example if a stored page is extracted
+        self.slot = math.inf  # time at which the request may start, inf if it need not wait
+        self.given = math.inf  # time at which the slot was requested
         self.timer: asyncio.TimerHandle | None = None
-        self.task: Cancellable | None = (
-            None  # what is under way for it; a request without a task too
-        )
+        self.task: Cancellable | None = None  # request or task in progress
         self.meta: PageMeta | None = None
         self.body: bytes = b""
         self.response: Response | None = None
@@ -58,17 +58,19 @@ class Item:
 
 
 class Chosen(msgspec.Struct):
-    """Who starts now; who missed its slot and needs another; who has to keep its distance for so
-    many seconds.
-    """
+    """Result of `Turns.choose`."""
 
     start: list[Item]
-    late: list[Item]
-    early: list[tuple[Item, float]]
+    late: list[Item]  # deliveries whose slot has passed or was voided: reserve a new slot
+    early: list[tuple[Item, float]]  # deliveries with the seconds to wait before the next try
 
 
 class Turns:
-    """What waits here holds no permit. `pace` knows each host's limits."""
+    """Queue of admitted deliveries. A delivery that waits here holds no permit.
+
+    `pace` returns the limits of each host. If `paced` is False, requests to a host are spaced only
+    after a delivery of that host had to wait for a slot.
+    """
 
     def __init__(self, pace: Pace, *, paced: bool, window: int, concurrency: int) -> None:
         self._pace, self._paced, self._window, self._concurrency = (
@@ -77,14 +79,14 @@ class Turns:
             window,
             concurrency,
         )
-        self.ready: deque[Item] = deque()
-        self._asking: dict[str, int] = {}  # hosts with requests in flight, and how many
-        self._crowd: dict[str, deque[Item]] = {}  # ready, but their host has as many as it may have
-        self._sent: dict[
-            str, tuple[float, float]
-        ] = {}  # by host, where it has a limit: the slot used last, and when
+        self.ready: deque[Item] = deque()  # deliveries that can start when a permit is free
+        self._asking: dict[str, int] = {}  # host key -> requests in flight
+        self._crowd: dict[str, deque[Item]] = {}  # host key -> deliveries over its limit
+        # Host key -> (slot, start) of the last request, for hosts whose requests are spaced.
+        self._sent: dict[str, tuple[float, float]] = {}
 
     def choose(self, permits: int, now: float) -> Chosen:
+        """Take up to `permits` deliveries that may start now."""
         chosen = Chosen([], [], [])
         start, ready, asking, limit, voided = (
             chosen.start,
@@ -117,7 +119,7 @@ class Turns:
         return chosen
 
     def leave(self, item: Item) -> None:
-        """It started, and is done with its host: the next in the crowd goes first."""
+        """Free the item's place at its host. The host's next waiting delivery is chosen first."""
         if not item.asks:
             return
         key = item.event.key
@@ -132,23 +134,24 @@ class Turns:
         self.ready.clear()
         self._crowd.clear()
 
-    # -- crowds: a slow host must not fill the window with events that wait for their turn, while ot
+    # -- fair shares: deliveries of a slow host must not fill the prefetch window ------------------
 
     @property
     def crowded(self) -> bool:
+        """True if deliveries wait because their host is at its concurrency limit."""
         return bool(self._crowd)
 
     @property
     def mixed(self) -> bool:
-        """More than one host is being asked."""
+        """True if requests to more than one host are in flight."""
         return len(self._asking) > 1
 
     def full(self) -> list[str]:
-        """Hosts that have their share of the window waiting here."""
+        """Return the hosts whose waiting deliveries use their whole share of the window."""
         return [key for key, crowd in self._crowd.items() if len(crowd) >= self._share(key)]
 
     def excess(self) -> list[Item]:
-        """Taken out: what waits beyond its host's share."""
+        """Remove and return the newest waiting deliveries beyond each host's share."""
         return [
             crowd.pop()
             for key, crowd in self._crowd.items()
@@ -156,13 +159,14 @@ class Turns:
         ]
 
     def _share(self, key: str) -> int:
-        """As many places for each request that the host may have in flight as there are for any."""
+        """Return the host's share: proportional to its concurrency limit, at most a quarter."""
         limit = self._pace.concurrency(key)
         return max(1, min(limit * (self._window // max(1, self._concurrency)), self._window // 4))
 
     def _call_up(self, key: str) -> None:
-        """One of the crowd takes the place of one that left, or that could not use it: nobody else
-        would call them.
+        """Make the host's longest-waiting delivery ready.
+
+        Called when a place at the host is free, or when the chosen delivery could not use it.
         """
         if self._crowd and (crowd := self._crowd.get(key)):
             self.ready.appendleft(crowd.popleft())
@@ -170,12 +174,14 @@ class Turns:
                 del self._crowd[key]
 
     def _too_soon(self, key: str, slot: float, now: float) -> float:
-        """Seconds until it may go. Where the one before went late, this one keeps its distance, or
-        several would go at once.
+        """Return the seconds until the host may get the request. If 0, record the request.
+
+        After a late request, keep most of the interval. Otherwise several requests would start
+        together.
         """
         last, sent = self._sent.get(key, (slot, 0.0))
-        # No more than the host's own gap: slots that lie apart because there was nothing to do, or
-        # we were slow, need no distance.
+        # At most the host's interval: the time between two slots may also be long because the host
+        # had no work, or because this worker was slow.
         gap = self._pace.gap(key)
         due = sent + KEPT * min(slot - last, gap)
         if due > now + SOON:

@@ -1,5 +1,6 @@
-"""Carries a sink's outbox to its target, in order and once, from whichever process holds the sink's
-lock. Knows no format.
+"""Flusher: writes a sink outbox to its target, in order and once.
+
+Only the process that holds the sink's lock writes. Formats belong to the sinks.
 """
 
 from __future__ import annotations
@@ -26,16 +27,19 @@ from penstock.ports import (
 
 T = TypeVar("T")
 
-POLL = 0.5  # another worker fills the outbox without waking us
-TAKE_OVER = 1.0  # how often a process that does not hold the lock tries for it
-FIRST_BACK_OFF, LAST_BACK_OFF = 0.1, 5.0
-MAX_BYTES = 8 << 20
-_REOPENS = 5  # in a row, without a row written; then it counts as a failure
+# Seconds between two checks of the outbox. Another worker adds rows without waking this flusher.
+POLL = 0.5
+TAKE_OVER = 1.0  # seconds between two tries to get the lock
+FIRST_BACK_OFF, LAST_BACK_OFF = 0.1, 5.0  # seconds. The back-off doubles with each failure.
+MAX_BYTES = 8 << 20  # bytes of one batch, which may exceed this by one row
+_REOPENS = 5  # reopens in a row without a written row. The next one counts as a failure.
 
 
 class Flusher:
-    """`run()` is a task for as long as the process works. The rest may be read and called at any
-    time from the same loop.
+    """Task that writes one sink's outbox to its target.
+
+    `run` is a task while the process works. The other members may be used at any time from the
+    same event loop.
     """
 
     def __init__(
@@ -49,33 +53,37 @@ class Flusher:
         on_notice: Callable[[str], None] | None = None,
     ) -> None:
         self.sink, self._uow, self.clock, self.batch = sink, uow, clock, batch
-        self.down: str | None = None  # why the target takes nothing now; consumption should pause
-        self.since: float | None = None  # down since
-        self.written = 0  # rows, by this process
+        # Reason why the target accepts no rows now, or None. Workers should pause while it is set.
+        self.down: str | None = None
+        self.since: float | None = None  # time since which the target is down
+        self.written = 0  # rows written by this process
         self._lock = lock
         self._on_notice = on_notice or (lambda _: None)
         self._told = ""
         self._woken = asyncio.Event()
         self._idle = False
         self._opened = False
-        self._loose = (
-            lock.shared
-        )  # the target may hold rows that are noted nowhere, and that another machine writes too
-        self._position, self._mark = 0, ""
+        # True if the target may hold rows after the recorded mark. Another machine will also write
+        # these rows.
+        self._loose = lock.shared
+        self._position, self._mark = 0, ""  # last flushed row, and the target's mark after it
         self._thread: ThreadPoolExecutor | None = None
 
     @property
     def holding(self) -> bool:
-        """This process is the one that writes."""
+        """True if this process holds the lock and writes to the target."""
         return self._lock.held
 
     @property
     def idle(self) -> bool:
-        """Nothing was left when we last looked, and nobody woke us since. For certainty: `drain`."""
+        """True if the last check found no row left, and `wake` was not called since.
+
+        Another worker may have added rows. `drain` is certain.
+        """
         return self._idle and not self._woken.is_set()
 
     def wake(self) -> None:
-        """There are new rows. Cheap; call it after every commit that filled the outbox."""
+        """Check the outbox now. Cheap, so call it after every commit that added rows."""
         self._woken.set()
 
     async def backlog(self) -> int:
@@ -83,8 +91,10 @@ class Flusher:
         return await self._uow.read(lambda tx: tx.outbox.backlog(self.sink.name))
 
     async def run(self) -> None:
-        """Until cancelled. Leaves the target and the note consistent, whenever that is, and gives
-        the lock to another process.
+        """Write rows until cancelled.
+
+        A cancellation at any time leaves the target and its recorded mark consistent. It also
+        releases the lock for another process.
         """
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"flush-{self.sink.name}")
         try:
@@ -102,7 +112,9 @@ class Flusher:
                     if reopens <= _REOPENS:
                         continue
                     failures, wait = failures + 1, self._fail(e, failures)
-                except Exception as e:  # an outage, or a bug in a sink: either way the rows stay where they are, and status says why
+                except Exception as e:
+                    # An outage, or a bug in a sink. In both cases the rows stay in the outbox, and
+                    # `penstock status` shows the reason.
                     self._opened = False
                     failures, wait = failures + 1, self._fail(e, failures)
                 else:
@@ -110,14 +122,13 @@ class Flusher:
                 if wait > 0:
                     await self._pause(wait, wakeable=self._lock.held and self.down is None)
         finally:
-            # The lock goes last: nothing of ours may touch the target once another process holds
-            # it.
+            # Release the lock last. This process must not touch the target while another process
+            # holds the lock.
             try:
                 await self._in_thread(self.sink.close)
                 if self._loose and self._lock.here:
-                    with contextlib.suppress(
-                        OSError, PenstockError
-                    ):  # then whoever opens it next cuts it
+                    # If this fails, the next process that opens the file truncates it.
+                    with contextlib.suppress(OSError, PenstockError):
                         await self._tidy()
             finally:
                 self._thread.shutdown(wait=False)
@@ -125,13 +136,15 @@ class Flusher:
                 self._lock.release()
 
     async def drain(self, timeout: float) -> bool:
-        """Wait until the outbox is empty, whichever process empties it. False: it was not, in time."""
+        """Wait up to `timeout` seconds until the outbox is empty. Any process may empty it.
+
+        Return False if the outbox was not empty in time.
+        """
         until = self.clock.now() + timeout
         while True:
             self.wake()
-            with contextlib.suppress(
-                PenstockError
-            ):  # the store is away for a moment: not empty, as far as we know
+            # While the store is unavailable, the outbox counts as not empty.
+            with contextlib.suppress(PenstockError):
                 if await self.backlog() == 0:
                     return True
             left = until - self.clock.now()
@@ -142,7 +155,7 @@ class Flusher:
     # -- one round ---------------------------------------------------------------------------------
 
     async def _step(self) -> float:
-        """One batch, or one look. Returns how long there is nothing to do."""
+        """Write one batch, or check for rows. Return the seconds until the next step."""
         self._woken.clear()
         if not self._lock.held:
             self._opened = False
@@ -151,8 +164,8 @@ class Flusher:
                 await self._in_thread(self.sink.close)
                 await self._tidy()
                 self._loose = False
-            # The holder's trouble is ours: the outbox fills for all of us. A note of our own is of
-            # a time when we held it.
+            # Take over the reason of the holder: the outbox fills for all processes. Ignore a
+            # status text of this process, which it wrote while it held the lock.
             self._up_or(None if self._lock.here else self._lock.status() or None)
             self._idle = await self.backlog() == 0
             return TAKE_OVER
@@ -185,14 +198,14 @@ class Flusher:
         self._tell()
         if len(rows) == self.batch:
             return 0
-        self._idle = True  # whoever adds rows wakes us
+        self._idle = True  # `wake` is called when this process adds rows
         return POLL
 
     async def _note(self, position: int, mark: str) -> None:
         """Record the position, unless another process has taken the lock.
 
-        Synced whatever the pipeline's durability is: the file is cut to this mark. Also called if
-        only the mark differs.
+        Synced under any `durability` of the pipeline, because the file is truncated to this mark.
+        Also called if only the mark differs.
         """
         if (position, mark) == (self._position, self._mark):
             return
@@ -205,17 +218,22 @@ class Flusher:
         self._position, self._mark = position, mark
 
     async def _tidy(self) -> None:
-        """Another machine goes on from what is noted: a file of ours must not hold more."""
+        """Truncate the file of this machine to the recorded mark.
+
+        Another machine continues after that mark, so this file must not hold later rows.
+        """
         if isinstance(self.sink, FileSink):
-            # A write comes after every write that this process began before, unlike a read.
+            # Use a write transaction. Unlike a read, it runs after all earlier writes of this
+            # process.
             _, mark = await self._uow.write(
                 lambda tx: tx.outbox.position(self.sink.name), durability=Durability.RELAXED
             )
             await self._in_thread(self.sink.restore, mark)
 
     async def _in_thread(self, work: Callable[..., T], *args: object) -> T:
-        """Not to be interrupted: a cancelled flusher still waits for the write under way, since the
-        lock must outlast it.
+        """Run `work` in the flusher's thread, and wait for it even if cancelled.
+
+        The lock must be held until the write in progress has ended.
         """
         assert self._thread is not None
         future = asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
@@ -227,9 +245,10 @@ class Flusher:
                     await asyncio.wait([future])
             raise
 
-    # -- what others see ---------------------------------------------------------------------------
+    # -- status and notices ------------------------------------------------------------------------
 
     def _fail(self, error: Exception, failures: int) -> float:
+        """Record why the target is down. Return the back-off in seconds."""
         self._idle = False
         expected = isinstance(error, OSError | PenstockError)
         hint = f" (try: {error.hint})" if isinstance(error, PenstockError) and error.hint else ""
@@ -237,6 +256,7 @@ class Flusher:
         return float(min(LAST_BACK_OFF, FIRST_BACK_OFF * 2 ** min(failures, 10)))
 
     def _up_or(self, reason: str | None) -> None:
+        """Set why the target is down, or None if it is up. Report a change in a notice."""
         if reason == self.down:
             return
         if reason is None:
@@ -253,6 +273,7 @@ class Flusher:
                 self._lock.note(reason or "")
 
     def _tell(self) -> None:
+        """Report the sink's notice once, if it is new."""
         if self.sink.notice != self._told:
             self._told = self.sink.notice
             if self._told:

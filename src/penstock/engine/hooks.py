@@ -1,4 +1,4 @@
-"""on_change hooks: run after success, at least once, from a queue in the ledger's store."""
+"""Runner of on_change hooks: at least once, after success, from a queue in the ledger's store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ log = logging.getLogger("penstock.hooks")
 
 
 class HookRunner:
-    """One per fleet at a time (held by a lock), so a change is not told twice in normal running."""
+    """Task that runs the hooks.
+
+    A lock allows one runner per fleet at a time. So in normal operation a hook runs once for each
+    change. It may run again after its own failure, a crash, an outage or a lost lock.
+    """
 
     def __init__(
         self, uow: UnitOfWork, extraction: Extraction, lock: Lock, clock: Clock, *, batch: int = 32
@@ -29,16 +33,19 @@ class HookRunner:
         self._woken = asyncio.Event()
 
     def wake(self) -> None:
+        """Check for changes now."""
         self._woken.set()
 
     async def run(self) -> None:
+        """Run hooks until cancelled. Check for changes every 0.5 s, or when `wake` is called."""
         try:
             while True:
                 try:
                     busy = await self.lock.take() and await self._step()
                 except StoreUnavailable:
                     busy = False
-                except Lost:  # another machine runs them now, and tells these changes once more
+                except Lost:
+                    # Another machine has the lock, and runs the hooks of these changes again.
                     self.lock.lose()
                     busy = False
                 if not busy:
@@ -48,6 +55,7 @@ class HookRunner:
             self.lock.release()
 
     async def _step(self) -> bool:
+        """Run the hooks of one batch of changes. Return False if no change waits."""
         rows = await self._uow.read(lambda tx: tx.outbox.changes(self.batch))
         if not rows:
             return False

@@ -1,4 +1,7 @@
-"""The order of writes: what is written together when an event is accepted and when it ends."""
+"""Transactions that accept events and end them.
+
+See `admission` for the transactions between acceptance and end.
+"""
 
 from __future__ import annotations
 
@@ -51,11 +54,11 @@ _by_row = operator.attrgetter("row")
 def _encode_finding(finding: Finding, source: str) -> bytes:
     """Encode a finding for its dead letter.
 
-    A hook may have put a value into the payload that JSON cannot encode. Then the payload is stored
-    as it prints, so that no finding stops its source.
+    A hook may have put a value into the payload that JSON cannot encode. Then up to 10,000
+    characters of the payload's `ascii` text are stored, so that no finding stops its source.
     """
     try:
-        # The address of an API often contains its key.
+        # Mask the base URL: the URL of an API often contains its key.
         base = None if finding.base is None else mask(finding.base)
         return msgspec.json.encode(
             {"source": source, **msgspec.to_builtins(msgspec.structs.replace(finding, base=base))}
@@ -63,7 +66,7 @@ def _encode_finding(finding: Finding, source: str) -> bytes:
     except (TypeError, ValueError, RecursionError, OverflowError, msgspec.MsgspecError):
         try:
             shown = ascii(finding.payload)[:10_000]
-        except Exception as e:  # printing calls code of the user's object
+        except Exception as e:  # `ascii` calls code of the user's object
             shown = f"a payload that cannot be shown: {type(e).__name__}"
         return msgspec.json.encode(
             {
@@ -105,10 +108,12 @@ class Lifecycle:
         cursor: tuple[str, bytes | None] | None = None,
         in_transaction: Callable[[Transaction, list[Accepted]], None] | None = None,
     ) -> list[Accepted]:
-        """Insert events and publish them. Durable when it returns.
+        """Insert events and publish their messages.
 
-        The cursor of the source moves in the same transaction, unless an event found the queue
-        full. `in_transaction` runs in it too. An exception from it undoes the transaction.
+        Durable when it returns, at the level of the option `durability`. An event with a known id
+        is not inserted again. The source's cursor moves in the same transaction, unless the limit
+        of pending events refused an event. `in_transaction` runs in the transaction too. An
+        exception from `in_transaction` undoes the transaction.
         """
         answers = await self._uow.write(lambda tx: self._accept(tx, events, cursor, in_transaction))
         self._topics.wake(e.topic for e in events)
@@ -146,7 +151,7 @@ class Lifecycle:
         return answers
 
     def bury_finding(self, tx: Transaction, finding: Finding, source: str, reason: str) -> None:
-        """Store a finding that makes no event as a dead letter, once for each finding."""
+        """Store a finding as a dead letter, if it cannot become an event. Once for each finding."""
         id_ = mint("refused", source, finding.id)
         if tx.dead_letters.has(id_):
             return
@@ -169,9 +174,10 @@ class Lifecycle:
     async def conclude(
         self, ends: Sequence[End], bodies: Sequence[tuple[str, bytes]] = ()
     ) -> list[bool]:
-        """Write everything that follows from these ends, in one transaction.
+        """Write all consequences of these ends in one transaction.
 
-        The result is False for an end with an outdated fence, which changed nothing.
+        Durable when it returns, at the level of the option `durability`. The result is False if the
+        fence of an end was outdated. Such an end changes nothing.
         """
         session = await self._claims.open(lambda: self._keys_of_links(ends))
         while True:
@@ -182,7 +188,7 @@ class Lifecycle:
                     partial(self._conclude, session=session, ends=ends, staged=staged)
                 )
                 break
-            except _PagesGone:  # stage their bodies again
+            except _PagesGone:  # stage the bodies again
                 self.pages.forget(staged)
             except BaseException:
                 self.pages.forget(staged)
@@ -199,7 +205,7 @@ class Lifecycle:
                 try:
                     yield self._url_key(canonical_url(link.url))
                 except BadUrl:
-                    continue  # counted by `_accept_links`
+                    continue  # `_accept_links` counts it
 
     def _conclude(
         self, tx: Transaction, session: ClaimSession, ends: Sequence[End], staged: StagedPages
@@ -232,8 +238,9 @@ class Lifecycle:
                 count["writing" if end.was_writing else "in_flight"] -= 1
                 if end.publish:
                     publish(tx, end.publish)
-            # With an outdated fence another worker has the event, or a server crash lost the start,
-            # which is not synced. The next worker decides by the ledger row.
+            # If the fence is outdated, another worker has the event, or a server crash lost the
+            # start, which is not synced. Release the message. The next worker that receives it
+            # decides by the ledger row.
             settles.append((end.delivery, outcome if changed else Release()))
         for topic, count in delta.items():
             tx.counters.add(topic, count)
@@ -257,7 +264,10 @@ class Lifecycle:
     def _end(
         self, tx: Transaction, end: End, now: float, count: Counter[str]
     ) -> tuple[bool, Outcome]:
-        """Record an end that is not a success. Return whether it applied, and the outcome."""
+        """Record an end that is not a success.
+
+        Return whether its fence was current, and the outcome of the delivery.
+        """
         match end.outcome:
             case "dead":
                 changed = tx.events.mark_dead(end, _dead_letter(end), now)
@@ -281,6 +291,7 @@ class Lifecycle:
     def _write_records(
         self, tx: Transaction, ends: Sequence[End], delta: Mapping[str, Counter[str]]
     ) -> None:
+        """Append new and changed records to the outboxes of their sinks."""
         s = self.settings
         lines = tx.outbox.diff(
             [(end, self._url_key(end.event.url)) for end in ends],
@@ -304,7 +315,7 @@ class Lifecycle:
     ) -> None:
         """Accept child events before their parent succeeds, in its transaction.
 
-        A link inside its freshness window is counted and not accepted.
+        A link that is fresh, invalid, too deep, off-site or already in the trace is only counted.
         """
         s = self.settings
         home = host_key(parent.url, by="domain") if s.follow_same_domain else None
@@ -333,7 +344,7 @@ class Lifecycle:
         _insert(tx, children, now)
 
     def _promote_duplicate(self, tx: Transaction, dead: Event, now: float) -> None:
-        """Reopen the oldest duplicate of a dead owner, once, with its own budget."""
+        """Reopen the oldest duplicate of a dead owner, once, with a new budget."""
         found = tx.lookup.oldest_duplicate(dead.id)
         if found is not None:
             n, envelope = found
@@ -341,6 +352,7 @@ class Lifecycle:
             requeue(tx, n, event, was="duplicate", reason=reason, now=now, promoted=True)
 
     def _open_breaker(self, tx: Transaction, topic: str, now: float) -> None:
+        """Pause the topic if too many of its recent events ended dead."""
         limits = self.settings.breaker
         ended, dead = tx.counters.recent_ends(topic, limits.window, now)
         if breaker.judge(limits, ended, dead) == "open":
@@ -350,6 +362,7 @@ class Lifecycle:
 
 
 def _insert(tx: Transaction, events: Sequence[Event], now: float) -> None:
+    """Publish the messages of new events, and insert the events with the messages' positions."""
     stamped = [msgspec.structs.replace(e, accepted_at=round(now, 3)) for e in events]
     messages = [message_for(e, encode_event(e)) for e in stamped]
     placed = tx.queue.enqueue(messages)
@@ -364,7 +377,7 @@ def _insert(tx: Transaction, events: Sequence[Event], now: float) -> None:
 
 
 def _dead_letter(end: End) -> DeadLetter:
-    # A message of another topic contains the envelope. The dead letter gets the envelope itself.
+    # A message on `pages` or `records` contains the envelope. The dead letter needs the envelope.
     own = end.delivery.topic == end.event.topic
     return DeadLetter(
         event_id=end.event.id,
@@ -399,7 +412,7 @@ def _child_of(parent: Event, link: Link, url: str, host: str) -> Event:
 
 
 def _is_fresh(tx: Transaction, session: ClaimSession, key: bytes, since: float) -> bool:
-    """Return True if the URL was requested since then, or if an event for it is open."""
+    """Return True if the URL was requested after `since`, or if an event for the URL is open."""
     holder = session.holder(tx, key)
     if holder is not None and tx.lookup.is_fresh(holder.owner, since):
         return True

@@ -1,4 +1,4 @@
-"""Periodic work on the ledger: crashed workers, delays that end, alerts."""
+"""Periodic work on the ledger: crashed workers, due events, alerts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.rules.fingerprint import fingerprint
 
 
 def abandon(tx: Transaction, event: StoredEvent, reason: str, now: float) -> None:
-    """End an event as dead that has not failed. Its letter can be redriven."""
+    """End an event as dead, although it has not failed. Its dead letter can be redriven."""
     letter = DeadLetter(
         event_id=event.id,
         topic=event.topic,
@@ -44,7 +44,7 @@ class Maintenance:
         self._uow, self._topics, self._settings, self._clock = uow, topics, settings, clock
 
     def alerts(self, tx: Transaction) -> dict[str, tuple[int, int]]:
-        """Return (ended, dead) of the topics whose share of dead events is above the alert limit."""
+        """Return (ended, dead) of each topic whose share of dead events exceeds a limit."""
         now, limits = self._clock.now(), self._settings.breaker
         recent = {
             topic: tx.counters.recent_ends(topic, limits.window, now)
@@ -53,7 +53,7 @@ class Maintenance:
         return {topic: seen for topic, seen in recent.items() if breaker.judge(limits, *seen)}
 
     async def reclaim(self, directory: Path) -> list[str]:
-        """Expire the leases of crashed workers of this machine, before their time."""
+        """Expire the leases of crashed workers of this machine early. Return their ids."""
         crashed = locks.dead_workers(directory)
         for worker in crashed:
             await self._uow.write(partial(self._reclaim, worker))
@@ -67,7 +67,7 @@ class Maintenance:
         tx.maintenance.requeue_from(worker, ids, self._clock.now())
 
     async def release_due(self) -> None:
-        """Make delayed events pending whose time has come. Called once a second."""
+        """Make due events pending. Called once a second."""
         now = self._clock.now()
         if await self._uow.read(lambda tx: tx.maintenance.has_due(now)):
             await self._uow.write(

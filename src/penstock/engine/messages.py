@@ -1,6 +1,6 @@
 """Messages of the topics `pages` and `records`, used when stages run in different processes.
 
-They are JSON, so that other tools can read them.
+The messages are JSON, so that other tools can read them.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ MAX_INLINE_BODY = 4 << 20
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
-    event: bytes  # the envelope of the request, unchanged
+    """Base of the messages."""
+
+    event: bytes  # envelope of the request, unchanged
 
     def write(self) -> bytes:
         return msgspec.json.encode(self)
 
     @classmethod
     def read(cls: type[M], raw: bytes) -> M:
+        """Decode a message. Raise BadEnvelope if it is not valid."""
         try:
             return msgspec.json.decode(raw, type=cls)
         except (msgspec.MsgspecError, UnicodeError, RecursionError, ValueError) as e:
@@ -36,7 +39,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 class Inline(msgspec.Struct, frozen=True, kw_only=True):
     """A body inside its message."""
 
-    # "raw" or "zstd". An unknown codec is not an error: the page store has the body too.
+    # Codec: "raw" or "zstd". An unknown codec is not an error, because the page store has the body.
     codec: str
     data: bytes
 
@@ -51,7 +54,11 @@ class PageMessage(Message, frozen=True, kw_only=True, omit_defaults=True, tag="p
     inline: Inline | None = None
 
     def body(self) -> bytes | None:
-        """Return the body in the message, or None if it has no body or the body of another page."""
+        """Return the body in the message.
+
+        Return None if the message has no body, a body of another page, a body larger than
+        MAX_INLINE_BODY, or an unknown codec.
+        """
         if self.inline is None or not 0 <= self.page.size <= MAX_INLINE_BODY:
             return None
         found = _unpack(self.inline, self.page.size)
@@ -67,10 +74,10 @@ class PageMessage(Message, frozen=True, kw_only=True, omit_defaults=True, tag="p
 def page_message(
     event: bytes, page: PageMeta, body: bytes, *, inline_max: int, largest: int | None
 ) -> bytes:
-    """Encode a page message, with the body if both limits allow it, else only a reference.
+    """Encode a page message. Include the body if both limits allow it, else only a reference.
 
-    `inline_max` is the largest body in bytes, 0 for none. `largest` is the largest message that the
-    broker accepts.
+    `inline_max` is the size of the largest included body in bytes, 0 for none. `largest` is the
+    size of the largest message that the broker accepts in bytes, None for no limit.
     """
     if inline_max and len(body) <= inline_max:
         packed = zstandard.compress(body)
@@ -86,6 +93,7 @@ def page_message(
 
 
 def _unpack(inline: Inline, size: int) -> bytes | None:
+    """Return the decoded body, or None if it is not valid or has another size than `size`."""
     if inline.codec == "raw":
         return inline.data
     if inline.codec != "zstd":
@@ -103,6 +111,8 @@ def _unpack(inline: Inline, size: int) -> bytes | None:
 
 
 class RecordsMessage(Message, frozen=True, kw_only=True, tag="penstock.records.v1"):
+    """The extraction result of a page."""
+
     page: PageMeta | None
     records: list[Record]
     links: list[Link]

@@ -1,4 +1,4 @@
-"""The relay to external brokers: publishes and settles after the ledger's transaction."""
+"""Relay to external brokers: publishes and settles after the ledger's transaction."""
 
 from __future__ import annotations
 
@@ -40,21 +40,22 @@ T = TypeVar("T")
 # Seconds in which the worker that inserted a message should publish it. After that, any worker
 # publishes it.
 RESERVATION = 15.0
-PARK_AFTER = 10.0  # seconds; a longer delay is kept in the outgoing table and not in the broker
+# Seconds. A message with a longer delay waits in the outgoing table and not in the broker.
+PARK_AFTER = 10.0
 BATCH = 500  # messages published together
 PAUSE_CACHE = 0.5  # seconds for which the paused topics are cached
 COPY_RECHECK_DELAY = 2.0  # seconds until a copy of running work is delivered again
-CLOCK_TOLERANCE = 0.05  # seconds; a delayed message may arrive this much too early
-STALE_MEMBER = 3600.0  # seconds after which a worker without a heartbeat is forgotten
+CLOCK_TOLERANCE = 0.05  # seconds by which a delayed message may arrive too early
+STALE_MEMBER = 3600.0  # seconds after which a worker without a heartbeat is deleted
 GROUP = "main"
 log = logging.getLogger("penstock.relay")
 
 
 class PendingBrokerWork(msgspec.Struct):
-    """Work that a transaction decided. It is done after the commit."""
+    """Broker calls that a transaction decided. They are made after the commit."""
 
-    confirmed: list[int] = []  # rows that the transaction deletes: their messages are published
-    publish: list[tuple[int, Out]] = []
+    confirmed: list[int] = []  # rows of published messages, which the transaction deletes
+    publish: list[tuple[int, Out]] = []  # (row, message)
     settle: list[tuple[Delivery, Outcome]] = []
 
 
@@ -67,15 +68,16 @@ class Relay:
 
     def __init__(self, brokers: Mapping[str, Broker], uow: UnitOfWork, clock: Clock) -> None:
         self.clock, self._uow = clock, uow
-        self._brokers = dict(brokers)  # by topic
+        self._brokers = dict(brokers)  # topic -> broker
         self._subscriptions: dict[tuple[str, str], RelayedSubscription] = {}
         self.published: set[int] = set()  # rows that the next transaction deletes
-        self._too_large: list[tuple[int, Out]] = []  # refused because of their size
-        self._unsettled: list[tuple[Delivery, Outcome]] = []  # the broker was away
-        self.next_due = 0.0  # of the delayed messages that this process knows of
-        self._paused: dict[str, str] = {}
-        self._paused_at = 0.0
-        self._checked_at = 0.0
+        self._too_large: list[tuple[int, Out]] = []  # (row, message) refused because of the size
+        # Deliveries that are settled again later, because the broker was unavailable.
+        self._unsettled: list[tuple[Delivery, Outcome]] = []
+        self.next_due = 0.0  # time of the next due message known to this process, 0 if none
+        self._paused: dict[str, str] = {}  # topic -> reason, as of `_paused_at`
+        self._paused_at = 0.0  # time at which the paused topics were read
+        self._checked_at = 0.0  # time of the last check in `publish_due`
 
     def broker(self, topic: str) -> Broker:
         return self._brokers[topic.removesuffix(".dead")]
@@ -103,7 +105,7 @@ class Relay:
         return drift
 
     def wake(self, topics: Iterable[str]) -> None:
-        """Do nothing: brokers wake their own receivers."""
+        """Do nothing: external brokers wake their receivers without help."""
 
     def subscribe(self, topic: str, group: str, *, owner: str, lease: float) -> Subscription:
         inner = self.broker(topic).subscribe(topic, group, owner=owner, lease=lease)
@@ -112,7 +114,10 @@ class Relay:
         return made
 
     def holds(self, delivery: Delivery) -> bool:
-        """Return True if the lease is held, as far as this process knows. The fence decides."""
+        """Return True if the lease is held, as far as this process knows.
+
+        The fence decides whether a write applies.
+        """
         return self._subscriptions[delivery.topic, delivery.group].holds(delivery)
 
     async def stats(self, topic: str, group: str) -> Stats:
@@ -149,7 +154,7 @@ class Relay:
         return topic in self._paused
 
     def forget_paused(self) -> None:
-        """Read the paused topics again at the next question."""
+        """Clear the cache, so that the next call of `paused` reads the topics again."""
         self._paused_at = 0.0
 
     async def is_empty(self) -> bool:
@@ -169,17 +174,21 @@ class Relay:
     # -- after the commit --------------------------------------------------------------------------
 
     async def deliver(self, pending: PendingBrokerWork) -> None:
-        """Publish, then settle. A failure is repeated by `publish_due` of some worker."""
+        """Publish, then settle.
+
+        `publish_due` of any worker repeats a failed publish. `publish_due` of this worker repeats a
+        failed settle.
+        """
         self.published.difference_update(pending.confirmed)
         if pending.publish:
             await self._publish(pending.publish)
         await self._settle(pending.settle)
 
     async def _settle(self, items: Iterable[tuple[Delivery, Outcome]]) -> None:
-        """Settle deliveries, and keep those that the broker did not confirm.
+        """Settle deliveries, and keep deliveries that the broker did not confirm.
 
-        If a lease ends only with the connection, an unsettled delivery would otherwise never be
-        redelivered while this process lives.
+        Some leases end only with the connection. Without this list, the broker would not redeliver
+        such an unsettled delivery while this process lives.
         """
         groups: dict[tuple[str, str], list[tuple[Delivery, Outcome]]] = defaultdict(list)
         for d, outcome in items:
@@ -219,14 +228,15 @@ class Relay:
         return largest is not None and len(out.body) > largest
 
     def pop_too_large(self) -> list[tuple[int, Out]]:
-        """Return and forget the rows that no broker will ever accept."""
+        """Remove and return the messages that the broker refused because of their size."""
         found, self._too_large = self._too_large, []
         return found
 
     async def publish_due(self, inner: UnitOfWork) -> None:
-        """Publish messages that are due, also those that other workers left behind.
+        """Publish due messages, including messages that other workers did not publish.
 
-        Called several times a second. Does something only once a second or when a message is due.
+        Called several times a second. Returns immediately unless a message is due or one second
+        has passed since the last check.
         """
         now = self.clock.now()
         if not (now >= self._checked_at + 1.0 or (self.next_due and now >= self.next_due)):
@@ -248,7 +258,7 @@ class Relay:
         return tx.outgoing.reserve_due(now, now + RESERVATION, BATCH), confirmed
 
     def remove_confirmed(self, tx: Transaction) -> list[int]:
-        """Delete the rows of published messages. Return them."""
+        """Delete the rows of published messages. Return the row numbers."""
         confirmed = list(self.published)
         if confirmed:
             tx.outgoing.remove(confirmed)
@@ -286,7 +296,10 @@ class RelayedSubscription:
 
 
 class RelayedQueue:
-    """The queue of external brokers inside one transaction: records work for after the commit."""
+    """Queue of external brokers inside one transaction.
+
+    It records the broker calls that are made after the commit.
+    """
 
     def __init__(
         self,
@@ -296,7 +309,7 @@ class RelayedQueue:
         relay: Relay,
         pending: PendingBrokerWork | None,
     ) -> None:
-        """Without `pending` nothing can be settled, and a worker publishes the messages later."""
+        """If `pending` is None, `settle` fails, and a worker publishes the messages later."""
         self._outgoing, self._members, self._events = outgoing, members, events
         self._relay, self._pending = relay, pending
 
@@ -349,14 +362,14 @@ class RelayedQueue:
         return answers
 
     def _is_running(self, row: int) -> bool:
-        """Return True if a live worker has the event. Then a new delivery is a copy."""
+        """Return True if a live worker has the event in flight. Then a new delivery is a copy."""
         return self._members.has_event(row, self._relay.clock.now())
 
     def hold_keys(self, topic: str, group: str, until: Mapping[str, float]) -> None:
-        """Do nothing: an external broker delivers in its own order, and far events are delayed."""
+        """Do nothing: an external broker delivers in its own order. Far events are delayed."""
 
     def reclaim(self, worker: str) -> list[str]:
-        """Remove a crashed worker. The broker redelivers its messages by itself."""
+        """Delete a crashed worker. The broker redelivers the worker's messages without help."""
         self._members.leave(worker)
         return []
 
@@ -374,13 +387,13 @@ class RelayedQueue:
         self._outgoing.make_due(topic, key, self._relay.clock.now())
 
     def prune(self) -> int:
-        """Delete workers without a heartbeat. External brokers delete their messages themselves."""
+        """Delete workers without a heartbeat. External brokers delete old messages themselves."""
         self._members.prune(self._relay.clock.now() - STALE_MEMBER)
         return 0
 
 
 class RelayedUnitOfWork:
-    """A unit of work whose queue is external: publishes and settles after each commit."""
+    """Unit of work with an external queue. It publishes and settles after each commit."""
 
     def __init__(self, inner: UnitOfWork, relay: Relay) -> None:
         self._inner, self._relay = inner, relay
@@ -392,7 +405,7 @@ class RelayedUnitOfWork:
         durability: Durability = Durability.CONFIGURED,
     ) -> T:
         def job(tx: Transaction) -> tuple[T, PendingBrokerWork]:
-            # A new object each time: the store may run the job again.
+            # Use a new object for each run, because the store may run the job again.
             pending = PendingBrokerWork(confirmed=self._relay.remove_confirmed(tx))
             return work(self._bind(tx, pending)), pending
 
@@ -404,7 +417,7 @@ class RelayedUnitOfWork:
         return await self._inner.read(work)
 
     def write_now(self, work: Callable[[Transaction], T]) -> T:
-        """Run `work` without an event loop. A worker publishes its messages later."""
+        """Run `work` without an event loop. A worker publishes the messages later."""
         return self._inner.write_now(work)
 
     def snapshot(self, work: Callable[[Transaction], T]) -> T:
@@ -430,7 +443,7 @@ class RelayChores:
     ) -> None:
         self._relay, self._uow, self._inner = relay, uow, inner
         self._worker, self._lease, self._clock = worker, lease, clock
-        self._empty_checks = 0  # in a row
+        self._empty_checks = 0  # checks in a row that found the broker empty
 
     async def heartbeat(self) -> None:
         """Record that this worker is alive."""
@@ -451,13 +464,13 @@ class RelayChores:
         self._relay.published.difference_update(confirmed)
 
     async def publish_due(self) -> None:
-        """Publish due messages, and end events whose message no broker accepts."""
+        """Publish due messages. End events whose message is too large for the broker."""
         await self._relay.publish_due(self._inner)
         if rows := self._relay.pop_too_large():
             await self._uow.write(lambda tx: self._abandon_too_large(tx, rows))
 
     def _abandon_too_large(self, tx: Transaction, rows: Sequence[tuple[int, Out]]) -> None:
-        """End events as dead. Published again, their messages would be refused again."""
+        """End events as dead, because the broker would refuse their messages again."""
         for n, out in rows:
             tx.outgoing.remove([n])
             event = tx.maintenance.waiting(out.id)
@@ -469,11 +482,11 @@ class RelayChores:
                 abandon(tx, event, reason, self._clock.now())
 
     async def recover(self) -> int:
-        """Publish events again whose messages an external broker lost. Called once per lease.
+        """Publish events again if an external broker has lost their messages. Return how many.
 
-        Messages are lost if the broker is empty while the ledger has open events. The check must
-        hold twice in a row, because both are not read at the same moment. A superfluous copy does
-        no harm.
+        Called once per lease. Messages count as lost if the broker is empty while the ledger has
+        open events. The broker must be empty in two checks in a row, because the broker and the
+        ledger are not read at the same moment. A superfluous copy is harmless.
         """
         self._empty_checks = self._empty_checks + 1 if await self._relay.is_empty() else 0
         if self._empty_checks < 2:

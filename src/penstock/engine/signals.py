@@ -1,6 +1,4 @@
-"""The catalogue of signals: what happened to events, as log lines and as the figures of the live
-display. Never in the way of a settle.
-"""
+"""Signals about events: log lines, and figures of the live display. They never delay a settle."""
 
 from __future__ import annotations
 
@@ -14,14 +12,15 @@ log = logging.getLogger("penstock")
 
 
 class Signals:
-    """One per process. Bounded: the last latencies, counters, the last failures."""
+    """Signals of one process. Memory is bounded: counters, recent latencies, recent failures."""
 
     def __init__(self) -> None:
-        self.ends: Counter[str] = Counter()
-        self.latencies: deque[float] = deque(maxlen=5000)  # accepted → row, seconds
-        self.asked: deque[tuple[float, str]] = deque(maxlen=5000)  # (when, host)
-        self.failures: deque[tuple[str, str, str]] = deque(maxlen=50)  # (url, reason, kind)
-        self.stale = 0
+        self.ends: Counter[str] = Counter()  # outcome -> ends
+        # Seconds from acceptance to the committed success, of the last 5,000 successes.
+        self.latencies: deque[float] = deque(maxlen=5000)
+        self.asked: deque[tuple[float, str]] = deque(maxlen=5000)  # (fetch time, host key)
+        self.failures: deque[tuple[str, str, str]] = deque(maxlen=50)  # (URL, reason, error class)
+        self.stale = 0  # ends with an outdated fence
 
     def failed(
         self, event: Event, stage: str, kind: str, reason: str, *, dead: bool, delay: float
@@ -46,6 +45,7 @@ class Signals:
             )
 
     def ended(self, end: End, now: float, *, applied: bool) -> None:
+        """Count a committed end. `applied` is False if its fence was outdated."""
         if not applied:
             self.stale += 1
             log.warning(

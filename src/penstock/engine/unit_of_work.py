@@ -1,4 +1,4 @@
-"""Helpers of transactions that publish an event's message."""
+"""Functions for transactions that publish the message of an event."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.ports import EventState, Out, Published, Transaction
 
 
 def message_for(event: Event, body: bytes) -> Out:
-    # `int`: the name of a priority class is not a number on every broker.
+    # Convert to `int`: not every broker accepts a member of the enumeration as a number.
     return Out(
         topic=event.topic, id=event.id, key=event.key, body=body, priority=int(event.priority)
     )
@@ -25,7 +25,8 @@ def state_of(tx: Transaction, id: str) -> EventState | None:
 def publish(tx: Transaction, batch: Sequence[Out]) -> list[int]:
     """Publish messages of open events. Return their positions.
 
-    Raises StoreUnavailable if a topic is full. Then the transaction fails, and no event is lost.
+    Raises StoreUnavailable if a topic is full. Then the transaction is rolled back, and no event is
+    lost.
     """
     placed = tx.queue.enqueue(batch)
     for out, (answer, _) in zip(batch, placed, strict=True):
@@ -47,9 +48,9 @@ def requeue(
     now: float,
     promoted: bool = False,
 ) -> None:
-    """Reopen an ended event and publish it again.
+    """Reopen an ended event and publish its message again.
 
-    `accepted_at` is reset, so that `retry.max_age` counts from now.
+    Resets `accepted_at`, so that `retry.max_age` counts from now.
     """
     body = encode_event(msgspec.structs.replace(event, accepted_at=round(now, 3)))
     (position,) = publish(tx, [message_for(event, body)])

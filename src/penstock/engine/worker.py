@@ -1,5 +1,6 @@
-"""The one loop: receive → admit → begin → handle → conclude, for the stages this process runs. What
-is written, and in which order, is in lifecycle.py and admission.py.
+"""Worker: receive → admit → begin → handle → conclude, for the stages that this process runs.
+
+See `lifecycle` and `admission` for the writes and their order.
 """
 
 from __future__ import annotations
@@ -46,38 +47,48 @@ from penstock.rules.proxies import PoolExhausted
 T = TypeVar("T")
 Stage = Literal["fetch", "extract", "sink"]
 ENTRY: dict[Stage, str] = {"fetch": "requests", "extract": "pages", "sink": "records"}
-# seconds for which no more is taken of a host that has its share of the window waiting here
+# Seconds for which a host is held at the broker, if its waiting deliveries use its whole share of
+# the prefetch window.
 CROWD_REST = 0.25
-# seconds without room in the window, after which what waits beyond its host's share goes back
+# Seconds without room in the prefetch window. Then deliveries beyond their host's share are
+# released.
 CROWD_PATIENCE = 1.0
-# characters of an id and the like; an index of a database server takes no more than a few times
-# that
+# Characters of an id, trace, host key, source, cause or parent. Indexes of database servers accept
+# only a few times as many.
 LONGEST_NAME = 512
-SUSPECT = 2  # starts that never ended, before a page's extraction leaves our process and runs alone
+SUSPECT = 2  # crashed starts. From then on the page is extracted alone, outside this process.
 log = logging.getLogger("penstock.worker")
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    concurrency: int = 256
-    window: int = 1024  # deliveries held at once
-    byte_budget: int = 64 << 20
-    extract_group: int = 32
-    extract_linger: float = 0.01
-    conclude_group: int = 512
-    conclude_linger: float = 0.02
+    """Limits of one worker."""
+
+    concurrency: int = 256  # permits: handlers in progress at the same time
+    window: int = 1024  # prefetch window: deliveries held at the same time
+    byte_budget: int = 64 << 20  # bytes of held page bodies. Above this, no work is taken.
+    extract_group: int = 32  # pages of a full extraction batch
+    extract_linger: float = 0.01  # seconds that a page waits for a full batch
+    conclude_group: int = 512  # outcomes of a full batch
+    conclude_linger: float = 0.02  # seconds that an outcome waits for a full batch
+    # Permits. If fewer are free, and more deliveries than that are ready, starts wait for more.
     start_group: int = 48
-    start_linger: float = 0.01
-    lease: float = 30.0
-    grace: float = 25.0
-    deadline: float = 600.0  # of one handler; the watchdog ends what exceeds it
-    per_key: int | None = None
-    max_age: float = 7 * 86400.0
-    inline_max: int = 0  # bodies up to this size travel with their message on `pages`
-    message_max: int | None = None  # what the broker of `pages` takes
+    start_linger: float = 0.01  # seconds of that wait
+    lease: float = 30.0  # seconds, extended every third of it
+    grace: float = 25.0  # seconds in which started work may finish at shutdown
+    deadline: float = 600.0  # seconds of one handler. The watchdog cancels longer ones.
+    per_key: int | None = None  # deliveries of one host key in one `receive`, None for no limit
+    max_age: float = 7 * 86400.0  # seconds since acceptance, after which a failed event is dead
+    inline_max: int = 0  # bytes of the largest body that is sent inside its `pages` message
+    message_max: int | None = (
+        None  # bytes of the largest message that the broker of `pages` accepts
+    )
 
 
 class Worker:
-    """Runs `first`..`last` of fetch → extract → sink on deliveries of the first one's topic."""
+    """Runs the stages `first` to `last` of fetch → extract → sink.
+
+    Its deliveries come from the topic of the stage `first`.
+    """
 
     def __init__(
         self,
@@ -111,22 +122,22 @@ class Worker:
             rng,
             signals,
         )
-        self._suspects = (
-            suspects  # where extraction shares our process: what may have killed it runs elsewhere
-        )
+        # Extraction in other processes. It is set if `extraction` runs in this process, and gets
+        # the pages that may have crashed it.
+        self._suspects = suspects
         self._paused, self._on_records = paused, on_records
-        self.held: dict[int, Item] = {}
-        self.outage: str | None = None
+        self.held: dict[int, Item] = {}  # position -> delivery without a committed outcome
+        self.outage: str | None = None  # why the store is unavailable
         self._turns = Turns(
             pace,
             paced=options.per_key is not None,
             window=options.window,
             concurrency=options.concurrency,
         )
-        self._active = 0
+        self._active = 0  # permits in use
         self._reslotting: set[asyncio.Task[None]] = set()
-        self._received = 0.0  # when there was last room to ask for more
-        self._bytes = 0
+        self._received = 0.0  # time of the last `receive` or release of excess deliveries
+        self._bytes = 0  # bytes of held page bodies
         self._extracts: Group[Item] = Group(
             options.extract_group,
             partial(self._linger, options.extract_linger),
@@ -135,15 +146,17 @@ class Worker:
         self._ends: Group[tuple[Item, End]] = Group(
             options.conclude_group, partial(self._linger, options.conclude_linger), self._conclude
         )
-        self._returning = 0  # have waited for a slot on their way, and want a permit again
+        self._returning = 0  # handlers that waited for a slot and need a permit again
         self._room, self._startable, self._freed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._stopping = False
 
     # -- life --------------------------------------------------------------------------------------
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Until `stop`; then drains: finish or release within grace. Every delivery taken has an
-        outcome when this returns.
+        """Process deliveries until `stop` is set. Then finish or release them within the grace.
+
+        Every received delivery has an outcome when this returns, unless the store is unavailable
+        for too long.
         """
         taking = [
             asyncio.create_task(self._receive(), name="receive"),
@@ -170,14 +183,17 @@ class Worker:
                 await self.sub.close()
 
     async def _drain(self, taking: Sequence[asyncio.Task[None]]) -> None:
-        """Stop claiming → give back what never began → let the rest finish → release what does not."""
+        """Shut down in four steps.
+
+        Stop receiving. Release deliveries without a start. Wait until the others finish. Release
+        those that are not finished when the grace ends.
+        """
         until = self.clock.now() + self.o.grace
         self._stopping = True
         self._room.set()
         self._startable.set()
-        await asyncio.wait(
-            taking, timeout=self.o.grace
-        )  # a begin under way makes its items begun: not to be given back
+        # A `begin` in progress counts starts. Its deliveries must not be released without an end.
+        await asyncio.wait(taking, timeout=self.o.grace)
         waiting = [item for item in self.held.values() if not item.begun]
         for item in waiting:
             if item.timer is not None:
@@ -186,7 +202,9 @@ class Worker:
         self._turns.clear()
         for reslotting in list(self._reslotting):
             reslotting.cancel()
-        if waiting:  # the books know of no start, so there is nothing but the lease to give back
+        if (
+            waiting
+        ):  # the ledger has no start of these deliveries, so releasing the leases is enough
             await self._insist(
                 lambda: self.sub.settle([(item.delivery, Release()) for item in waiting])
             )
@@ -200,9 +218,9 @@ class Worker:
         await asyncio.sleep(0)
         ending = {id(item) for item, _ in self._ends.waiting}
         for item in self.held.values():
-            if (
-                id(item) not in ending
-            ):  # where an end is being written already, this one finds its fence used up
+            # If another end of the item is being written, its fence is outdated after that write,
+            # and this release changes nothing.
+            if id(item) not in ending:
                 self._end(item, "release", reason="shutdown")
         while self._ends.waiting or self._ends.under_way:
             self._ends.flush()
@@ -217,6 +235,7 @@ class Worker:
     # -- receiving ---------------------------------------------------------------------------------
 
     async def _receive(self) -> None:
+        """Receive and admit deliveries while the prefetch window and the byte budget allow it."""
         while not self._stopping:
             self._room.clear()
             room = self.o.window - len(self.held)
@@ -239,13 +258,15 @@ class Worker:
                 await self._admit(got)
 
     async def _rest_crowds(self) -> None:
+        """Hold hosts whose waiting deliveries use their whole share of the prefetch window."""
         until = self.clock.now() + CROWD_REST
         if full := dict.fromkeys(self._turns.full(), until):
             await self._insist(partial(self.sub.hold, full))
 
     async def _disperse(self) -> None:
-        """Nothing moves, since slow hosts have filled the window already: give back what is beyond
-        their share, and see whether others have work.
+        """Release deliveries beyond each host's share of the prefetch window.
+
+        Slow hosts have filled the window. After the release, work for other hosts can be received.
         """
         self._received = self.clock.now()
         if back := self._turns.excess():
@@ -274,7 +295,7 @@ class Worker:
     async def _place(
         self, pairs: Sequence[tuple[Delivery, Event | BadEnvelope]], items: Sequence[Item | None]
     ) -> None:
-        """Have them admitted, and wait for their slots."""
+        """Admit deliveries. Make each one ready when its slot comes, and drop the settled ones."""
         fetches, asked = self.first == "fetch", self.clock.now()
         answers = await self._insist(lambda: self._admission.admit(pairs, fetches=fetches))
         now, loop = self.clock.now(), asyncio.get_running_loop()
@@ -295,6 +316,7 @@ class Worker:
         self._startable.set()
 
     def _open(self, d: Delivery) -> Item:
+        """Decode a message. Raise BadEnvelope if it is not valid."""
         if self.first == "fetch":
             return Item(d, self._known_form(decode_event(d.body)))
         if self.first == "extract":
@@ -311,8 +333,10 @@ class Worker:
         return item
 
     def _known_form(self, event: Event) -> Event:
-        """What was published past intake may be written otherwise: dedup and pace go by the
-        canonical form, and no store keeps every text.
+        """Bring an event that bypassed intake into canonical form.
+
+        Deduplication and rate limits use that form. Raise BadEnvelope if a name is too long for an
+        index or contains NUL, or if the URL cannot be fetched.
         """
         names = event.id, event.trace, event.key, event.source, event.cause, event.parent or ""
         together = "".join(names)
@@ -340,6 +364,7 @@ class Worker:
     # -- starting ----------------------------------------------------------------------------------
 
     async def _start(self) -> None:
+        """Start ready deliveries while permits are free and the byte budget allows it."""
         while not self._stopping:
             permits = self._permits()
             if not self._turns.ready or permits <= 0 or self._bytes > self.o.byte_budget:
@@ -347,16 +372,14 @@ class Worker:
                 await self._startable.wait()
                 continue
             if permits < self.o.start_group and permits < len(self._turns.ready) and self._active:
-                await self.clock.sleep(
-                    self.o.start_linger
-                )  # a transaction for one start costs as much as one for many
+                # A transaction for one start costs as much as a transaction for many starts.
+                await self.clock.sleep(self.o.start_linger)
                 permits = self._permits()
             items = self._choose(permits)
             if not items:
                 continue
-            self._active += len(
-                items
-            )  # taken before the await, or a second look would hand the same permits out again
+            # Take the permits before the `await`. Otherwise they could be given out twice.
+            self._active += len(items)
             starts = [(i.delivery, i.event, i.admitted) for i in items]
             try:
                 fences = await self._insist(
@@ -372,9 +395,9 @@ class Worker:
                 raise
             now = self.clock.now()
             for item, fence in zip(items, fences, strict=True):
-                if (
-                    fence is None
-                ):  # a duplicate, delayed or ended after all; the books have settled it
+                # The event did not start: it is a duplicate, delayed or ended, and its delivery is
+                # settled, or the lease was lost.
+                if fence is None:
                     self._active -= 1
                     self._freed.set()
                     self._turns.leave(item)
@@ -384,6 +407,7 @@ class Worker:
                 self._set_out(item)
 
     def _choose(self, permits: int) -> list[Item]:
+        """Return deliveries that start now. Set timers for early ones, and reslot late ones."""
         chosen = self._turns.choose(permits, self.clock.now())
         for item, wait in chosen.early:
             item.timer = asyncio.get_running_loop().call_later(wait, self._make_ready, item)
@@ -394,14 +418,16 @@ class Worker:
         return chosen.start
 
     async def _reslot(self, items: Sequence[Item]) -> None:
-        """They missed their slots, waiting for a permit or for their host, and sent now they would
-        come on top of those whose turn it is; or their host wants more time than was known when
-        they got them. Admitted anew: what has to wait long is delayed in the books.
+        """Admit deliveries again whose slot has passed or was voided.
+
+        A slot passes while its delivery waits for a permit or for its host. Sending the request now
+        would exceed the host's rate limit. A slot is voided if the host needs longer intervals.
+        `admit` reserves a new slot, or delays the event in the ledger if the slot is far away.
         """
         await self._place([(item.delivery, item.event) for item in items], items)
 
     def _set_out(self, item: Item) -> None:
-        """Most requests need no task of their own; what else there is to do for an item has one."""
+        """Start the work for an item. Most requests run without a task. All other work has one."""
         if item.asks and self.fetch is not None:
             try:
                 item.task = self.fetch.begin(
@@ -415,6 +441,7 @@ class Worker:
             item.task = asyncio.create_task(self._handle(item))
 
     def _answered(self, item: Item, answer: Response | BaseException) -> None:
+        """Handle the result of a request without a task. Create a task if it is not final."""
         assert self.fetch is not None
         try:
             if isinstance(answer, BaseException):
@@ -428,7 +455,7 @@ class Worker:
         self._leave(item)
 
     async def _handle(self, item: Item, answer: Response | None = None) -> None:
-        """The scope that owns a delivery: whatever happens in it, an end is noted."""
+        """Process one delivery. Every exception becomes an end of the event."""
         stage = self.first
         try:
             if self.first == "sink":
@@ -452,6 +479,7 @@ class Worker:
             self._leave(item)
 
     def _missed(self, item: Item, stage: str, e: BaseException) -> None:
+        """End an item whose handler raised an exception."""
         if isinstance(e, Failure):
             self._fail(item, stage, e)
         elif isinstance(e, asyncio.CancelledError):
@@ -479,9 +507,10 @@ class Worker:
             )
 
     async def _stand_aside(self, seconds: float) -> None:
-        """A wait for a slot in the middle of a request: for redirects, and for the page whose slot
-        went to robots.txt. It holds no permit, and then has the next one before those that have not
-        begun.
+        """Wait for a slot in the middle of a request, without a permit.
+
+        Redirects wait for a slot, and so does a page whose slot was used for robots.txt. After the
+        wait, the item gets a permit before deliveries that have not started.
         """
         self._give_permit_back()
         try:
@@ -512,7 +541,7 @@ class Worker:
             self._hurry(0)
 
     def _turn(self, item: Item) -> int:
-        """How many pools its route has moved on by."""
+        """Return by how many pools the event's route has moved on."""
         return (
             retry.turns(self.policies, "fetch", item.admitted.failures)
             if item.admitted.failures
@@ -520,8 +549,9 @@ class Worker:
         )
 
     def _usable(self, item: Item) -> Baseline | None:
-        """A 304 helps only if what it stands for is still there to be extracted again, or need not
-        be.
+        """Return the baseline for a conditional request, or None if a 304 would not help.
+
+        A 304 helps if the page is stored, or if the same extractors have already extracted it.
         """
         b = item.admitted.baseline
         return (
@@ -533,6 +563,11 @@ class Worker:
     # -- fetched -----------------------------------------------------------------------------------
 
     async def _fetched(self, item: Item, r: Response) -> None:
+        """Handle a final response.
+
+        After a 304, end the event as unchanged if the extractors are the same. Otherwise extract
+        the stored page again, or fetch the page without conditions if it is not stored.
+        """
         b = item.admitted.baseline
         if r.status == 304 and b is not None:
             if b.extractors == self.signature(item.event.url):
@@ -551,11 +586,12 @@ class Worker:
                 r = await self.fetch.fetch(
                     item.event, None, turn=self._turn(item), sleep=self._stand_aside, again=True
                 )
-            else:  # a newer extractor: read the page we have again
+            else:  # the extractors have changed: extract the stored page again
                 r = msgspec.structs.replace(r, status=200, body=body)
         self._received_page(item, r)
 
     def _received_page(self, item: Item, r: Response) -> None:
+        """Extract the page, publish it on `pages`, or end the event as unchanged."""
         b, hash_ = item.admitted.baseline, page_id(r.body)
         item.response, item.body = r, r.body
         self._bytes += len(r.body)
@@ -580,6 +616,7 @@ class Worker:
             self._extracts.add(item)
 
     def _hand_over(self, item: Item, meta: PageMeta) -> None:
+        """Publish the page on `pages`, for the workers of the stage `extract`."""
         message = page_message(
             item.delivery.body,
             meta,
@@ -602,7 +639,10 @@ class Worker:
         )
 
     async def _load(self, item: Item) -> None:
-        """The books know the page: never fetch it again."""
+        """Load a page that the ledger knows. It is never fetched again.
+
+        Raises Failure if the page is no longer stored.
+        """
         meta = item.meta or msgspec.msgpack.decode(item.admitted.page_meta, type=PageMeta)
         body = PageMessage.read(item.delivery.body).body() if self.first == "extract" else None
         if body is None:
@@ -611,9 +651,8 @@ class Worker:
             raise Failure(ErrorClass.PERMANENT, "its stored page is gone", detail=meta.page)
         item.meta, item.body = meta, body
         self._bytes += len(body)
-        if (
-            self.last == "fetch"
-        ):  # its request came again, and the message that it had become may be lost
+        # The request was delivered again, and its message on `pages` may be lost.
+        if self.last == "fetch":
             self._hand_over(item, meta)
         else:
             self._extracts.add(item)
@@ -621,6 +660,7 @@ class Worker:
     # -- extracting --------------------------------------------------------------------------------
 
     async def _extract_group(self, items: Sequence[Item]) -> None:
+        """Extract a batch of pages. Suspects run alone, outside this process."""
         assert self.extraction is not None
         if self._suspects is not None and (
             suspects := [i for i in items if i.admitted.crashes >= SUSPECT]
@@ -641,7 +681,7 @@ class Worker:
             ]
             results = await by.extract(pages, alone=by is self._suspects)
         except asyncio.CancelledError:
-            raise  # shutdown: the drain releases them
+            raise  # shutdown: `_drain` releases the deliveries
         except Exception as e:
             f = Failure(
                 ErrorClass.OURS,
@@ -656,6 +696,7 @@ class Worker:
         self._hurry(1)
 
     def _extracted(self, item: Item, x: Extracted) -> None:
+        """End an item with its extraction result, or publish the result on `records`."""
         if x.error:
             self._fail(
                 item,
@@ -692,10 +733,10 @@ class Worker:
     # -- ending ------------------------------------------------------------------------------------
 
     def _fail(self, item: Item, stage: str, f: Failure) -> None:
+        """End an item after a failure: delay it, retry it, or mark it as dead."""
         now = self.clock.now()
-        if (
-            f.kind is ErrorClass.THROTTLED and f.status is None
-        ):  # its host is blocked, or its proxies are: nobody asked, so nobody pays
+        # The host or its proxies are blocked. No request was sent, so no attempt is charged.
+        if f.kind is ErrorClass.THROTTLED and f.status is None:
             if not isinstance(f, PoolExhausted) or now - item.event.accepted_at <= self.o.max_age:
                 self._end(
                     item,
@@ -740,6 +781,7 @@ class Worker:
         outcome: Literal["success", "retry", "park", "release", "dead", "handover", "writing"],
         **more: object,
     ) -> None:
+        """Add the item's end to the batch for `_conclude`. `more` has further fields of End."""
         meta, admitted = item.meta, item.admitted
         end = End(
             event=item.event,
@@ -759,6 +801,7 @@ class Worker:
         self._ends.add((item, end))
 
     async def _conclude(self, batch: Sequence[tuple[Item, End]]) -> None:
+        """Write a batch of ends. If the ledger rejects an end alone, mark its event as dead."""
         ends = [end for _, end in batch]
         bodies = [
             (item.meta.page, item.body)
@@ -767,7 +810,9 @@ class Worker:
         ]
         try:
             applied = await self._insist(lambda: self._lifecycle.conclude(ends, bodies))
-        except Exception as e:  # the books refused one of them (a bug, or bytes no column takes): the others must not suffer
+        except Exception as e:
+            # The ledger rejected one of the ends because of a bug, or because no column accepts its
+            # bytes. Write each end separately, so that the other ends are recorded.
             if len(batch) > 1:
                 for one in batch:
                     await self._conclude([one])
@@ -806,6 +851,7 @@ class Worker:
     # -- keeping -----------------------------------------------------------------------------------
 
     async def _heartbeat(self) -> None:
+        """Extend the leases of held deliveries, three times per lease."""
         while True:
             await self.clock.sleep(self.o.lease / 3)
             held = [item.delivery for item in self.held.values()]
@@ -813,6 +859,7 @@ class Worker:
                 await self._insist(partial(self.sub.extend, held, self.o.lease))
 
     async def _watchdog(self) -> None:
+        """Cancel handlers that run longer than the deadline."""
         while True:
             await self.clock.sleep(min(1.0, self.o.deadline / 4))
             late = self.clock.now() - self.o.deadline
@@ -821,7 +868,10 @@ class Worker:
                     item.task.cancel()
 
     async def _insist(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Our own store is down: nobody pays, nothing is forgotten, we try again."""
+        """Repeat `call` every 0.5 s while the store is unavailable.
+
+        No attempt is charged and no work is dropped.
+        """
         while True:
             try:
                 result = await call()
@@ -835,22 +885,28 @@ class Worker:
                 return result
 
     async def _nap(self, event: asyncio.Event, seconds: float) -> None:
+        """Wait until the event is set, at most `seconds`."""
         try:
-            async with asyncio.timeout(
-                seconds
-            ):  # not wait_for, which in Python 3.11 loses a cancellation that comes together with the event
+            # In Python 3.11, `wait_for` loses a cancellation that arrives together with the event.
+            async with asyncio.timeout(seconds):
                 await event.wait()
         except TimeoutError:
             pass
 
     def _linger(self, alone: float) -> float:
-        """Under load more events share a hand-over or a sync; one that comes alone is not kept
-        waiting for others.
+        """Return the seconds that a partial batch waits for more items.
+
+        Under load return 8 × `alone`, so that more events share a batch or a sync. Otherwise
+        return `alone`, so that a single event does not wait long for others.
         """
         return 8 * alone if len(self.held) > self.o.concurrency else alone
 
     def _hurry(self, ourselves: int) -> None:
-        """Where nothing else is on its way, what waits for company waits in vain."""
+        """Flush partial batches if other items cannot join them.
+
+        That is the case if no handler is running and no delivery is ready. `ourselves` is the
+        number of extraction tasks to ignore: 1 if the caller is such a task.
+        """
         if not self._active and not self._turns.ready:
             if self._extracts.waiting:
                 self._extracts.flush()
@@ -863,5 +919,8 @@ def _envelope(item: Item, first: Stage) -> bytes:
 
 
 def _clean(text: str) -> str:
-    """User code may raise with anything; a column takes only valid UTF-8."""
+    """Replace invalid characters, and cut the text to 16,384 characters.
+
+    Exceptions of user code may contain any text, but a column accepts only valid UTF-8.
+    """
     return text.encode("utf-8", "replace").decode()[:16384]

@@ -1,4 +1,4 @@
-"""Every interface between the engine and an adapter. Each contract is in its docstring."""
+"""Interfaces between the engine and its adapters. Each docstring is the contract."""
 
 from penstock.ports.broker import (
     Broker,

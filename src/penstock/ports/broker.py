@@ -12,62 +12,66 @@ from penstock.model import Outcome
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """What a broker can do, as data; checked when the configuration is read, never silently
-    downgraded.
+    """Features of a broker.
+
+    The configuration is checked against them when it is read. A missing feature is an error and is
+    never replaced silently.
     """
 
     order_per_key: Literal["native", "emulated", "none"]
     strict_priority: Literal["native", "emulated", "none"]
     delay: Literal["native", "emulated", "none"]
     replay: bool
-    bounded: bool  # can answer `full` itself
+    bounded: bool  # the broker itself answers `full`
     counts_deliveries: bool
-    hold_keys: (
-        bool  # can keep a host's work back until its slot, so it takes no place in the window
-    )
+    # The broker can hold the messages of a host until its slot. Then these messages do not fill the
+    # prefetch window.
+    hold_keys: bool
     exact_stats: bool
-    transactional: bool  # settle, publish and the ledger may share one transaction
-    lease: Literal["time", "connection"] = (
-        # what ends it: the clock, or the death of the connection or membership that holds it
-        "time"
-    )
-    # a key with much work does not keep others waiting even where nobody sets per_key; else the
-    # order of publication decides
+    transactional: bool  # settle, publish and the ledger can share one transaction
+    # End of a lease: its time, or the end of the connection or membership that holds it.
+    lease: Literal["time", "connection"] = "time"
+    # Messages of one key do not delay other keys, even without `per_key`. If False, messages are
+    # delivered in the order of publication.
     fair_keys: bool = True
-    max_body: int | None = (
-        None  # bytes that it always takes, whatever they are; None: more than we ever send
-    )
+    # Bytes of any body that the broker always accepts. None if the limit is above all our messages.
+    max_body: int | None = None
 
 
 class TopicSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Declaration of a topic."""
+
     name: str
-    groups: tuple[str, ...] = ("main",)
-    ordered: bool = False  # one event of a key at a time, in the order of publication
-    max_depth: int | None = None  # publish answers `full` beyond it
-    retention: float = 24 * 3600.0  # history kept for replay after every group has settled
+    groups: tuple[str, ...] = ("main",)  # consumer groups
+    ordered: bool = False  # deliver one message of a key at a time, in the order of publication
+    max_depth: int | None = None  # messages. With more, `publish` answers `full`.
+    # Seconds for which messages are kept for replay after every group has settled them.
+    retention: float = 24 * 3600.0
 
 
 class Out(msgspec.Struct, frozen=True, kw_only=True):
-    """What a producer hands over."""
+    """A message to publish."""
 
     topic: str
     id: str
     key: str
     body: bytes
     headers: dict[str, str] = {}
-    priority: int = 1
-    not_before: float = 0.0
+    priority: int = 1  # priority class: 0 high, 1 normal, 2 low
+    not_before: float = 0.0  # time before which the message is not delivered
 
 
 class Published(enum.StrEnum):
-    OK = "ok"
-    FULL = "full"
-    FAILED = "failed"
-    UNKNOWN = "unknown"  # it may or may not be there; publish again with the same id
+    """Answer to a published message."""
+
+    OK = "ok"  # the message is durable
+    FULL = "full"  # the topic has reached its `max_depth`
+    FAILED = "failed"  # the message was not published
+    UNKNOWN = "unknown"  # the message may be published. Publish it again with the same id.
 
 
 class Delivery(msgspec.Struct, frozen=True, kw_only=True):
-    """An event as a broker handed it out. Lives in one process; must be settled."""
+    """A message delivered to this process under a lease. It must be settled."""
 
     topic: str
     group: str
@@ -75,57 +79,78 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
     key: str
     body: bytes
     headers: dict[str, str] = {}
-    # audit and replay; no two deliveries of one subscription that are out at the same time have the
-    # same
+    # Message number, for audit and replay. It is unique among the unsettled deliveries of one
+    # subscription.
     position: int
-    token: int  # fencing: a settle with an old token touches nothing
-    deliveries: int  # times handed out, crashes included; not guilt
-    priority: int = 1
+    token: int  # token of the lease. A settle with an older token changes nothing.
+    deliveries: int  # number of deliveries, including crashes. It is not a number of failures.
+    priority: int = 1  # priority class: 0 high, 1 normal, 2 low
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
+    """Numbers of messages of a topic and consumer group."""
+
     ready: int
     delayed: int
     in_flight: int
     dead: int
-    oldest_age: float | None
-    exact: bool
+    oldest_age: float | None  # seconds
+    exact: bool  # False if the numbers are estimates
 
 
 class Subscription(Protocol):
+    """Deliveries of one topic to one consumer group."""
+
     async def receive(
         self, limit: int, wait: float, *, per_key: int | None = None
     ) -> Sequence[Delivery]:
-        """At most `limit`, possibly none after `wait` seconds; at most `per_key` of one key. Never
-        raises for "nothing there".
+        """Return up to `limit` deliveries, at most `per_key` of one key.
+
+        Wait up to `wait` seconds. Return an empty list if no message arrives. A message may be
+        delivered again if its lease expires.
         """
 
     async def settle(self, items: Sequence[tuple[Delivery, Outcome]]) -> Sequence[bool]:
-        """In any order, late, or twice; durable when it returns. False: the lease was lost, nothing
-        was touched. `Retry` and `Dead` never lose: where they cannot be atomic, publish with
-        confirmation first, then ack, same id.
+        """Settle deliveries. Durable when it returns.
+
+        Items may come in any order, late or twice. The result is False if the lease was lost. Then
+        nothing changes. If `Retry` or `Dead` is not atomic, publish the copy under the same id,
+        wait for the confirmation, then ack. So the message is never lost.
         """
 
     async def extend(self, deliveries: Sequence[Delivery], seconds: float) -> Sequence[bool]:
-        """Still at work: the lease now ends `seconds` from now. False: it was lost already."""
+        """Extend leases to `seconds` from now. The result is False if the lease was lost."""
 
     async def hold(self, until: Mapping[str, float]) -> None:
-        """Hand out nothing of these keys before these times. A no-op where the broker cannot
-        (caps.hold_keys).
+        """Deliver messages of these keys only after these times.
+
+        Does nothing if the broker does not have the feature `caps.hold_keys`.
         """
 
     async def close(self) -> None: ...
 
 
 class Broker(Protocol):
+    """A message broker.
+
+    If the broker cannot be reached, calls raise StoreUnavailable, or `publish` returns `failed` or
+    `unknown` for a message.
+    """
+
     caps: Capabilities
 
     async def ensure(self, topology: Sequence[TopicSpec]) -> Sequence[str]:
-        """Declare, idempotently. Returns drift in sentences; never changes what exists silently."""
+        """Declare topics and groups. May be repeated.
+
+        Return differences between existing topics and the declaration, in sentences. Existing
+        topics are never changed silently.
+        """
 
     async def publish(self, batch: Sequence[Out]) -> Sequence[Published]:
-        """One answer per message, durable when it is `ok`. The same id may be published twice
-        (after `unknown`).
+        """Publish messages. Return one answer per message.
+
+        A message is durable if its answer is `ok`. The same id may be published twice, for example
+        after `unknown`.
         """
 
     def subscribe(self, topic: str, group: str, *, owner: str, lease: float) -> Subscription: ...
@@ -133,18 +158,21 @@ class Broker(Protocol):
     async def stats(self, topic: str, group: str) -> Stats: ...
 
     async def peek(self, topic: str, limit: int) -> Sequence[Out]:
-        """What waits, oldest first, at most `limit`; nothing is consumed, counted or moved by
-        looking.
+        """Return up to `limit` waiting messages, oldest first.
+
+        Messages are not consumed, moved or counted as delivered.
         """
 
     async def purge(self, topic: str) -> int:
-        """Remove what waits, for every group; what is in flight may be kept. Returns how many (an
-        estimate where stats are).
+        """Delete waiting messages for every group. Messages in flight may be kept.
+
+        Return how many were deleted. The number is an estimate if `stats` are estimates.
         """
 
     async def replay(self, topic: str, group: str, *, since: float) -> int:
-        """Hand everything published since then to `group` again. Only with caps.replay. Returns how
-        many.
+        """Deliver all messages published since `since` to `group` again. Return how many.
+
+        Needs the feature `caps.replay`.
         """
 
     async def close(self) -> None: ...
@@ -152,9 +180,10 @@ class Broker(Protocol):
 
 @runtime_checkable
 class LeaseTracking(Protocol):
-    """A subscription that knows without a request whether it still holds a lease."""
+    """A subscription that knows its leases without a request to the broker."""
 
-    def holds(self, delivery: Delivery) -> bool: ...
+    def holds(self, delivery: Delivery) -> bool:
+        """Return True if this subscription still holds the delivery's lease."""
 
 
 @runtime_checkable
@@ -172,18 +201,15 @@ class Partitioned(Protocol):
         since: float,
         offsets: Mapping[int, int] | None = None,
     ) -> int:
-        """Replay from these offsets of partitions, or from a time."""
+        """Replay from these offsets (partition -> offset), or else from a time."""
 
 
 class QueueAudit(msgspec.Struct, frozen=True, kw_only=True):
-    """What a broker in the ledger's own store says about itself, counted over whole tables; for
-    doctor.
-    """
+    """Audit of the embedded broker for `doctor`. Its numbers are counted over whole tables."""
 
-    unqueued: list[str]  # the first few open events that no default group holds
+    unqueued: list[str]  # ids of the first five open events without a message for group `main`
     unqueued_count: int
-    lingering_count: int  # queued events that have ended; acked when they are handed out
-    groups: list[
-        tuple[str, str, tuple[int, int, int], tuple[int, int, int]]
-    ]  # topic, group, noted and counted (ready, leased, delayed)
-    expired: int  # leases that ran out and were not taken back
+    lingering_count: int  # queued events that have ended. They are acked when delivered.
+    # (topic, group, recorded numbers, counted numbers). The numbers are (ready, leased, delayed).
+    groups: list[tuple[str, str, tuple[int, int, int], tuple[int, int, int]]]
+    expired: int  # expired leases whose messages are not yet ready again

@@ -9,36 +9,36 @@ import msgspec
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """Who has the claim on a URL: the event that owns it, the last success before that, the one
-    event delayed to the window's end.
-    """
+    """State of the claim on a URL."""
 
-    owner: str
-    good: str | None
-    next: str | None
+    owner: str  # id of the event that has the claim
+    good: str | None  # id of the last success before the owner
+    next: str | None  # id of the event that is delayed to the end of the window
 
 
 class ClaimChange(msgspec.Struct, frozen=True):
-    """A claim that an event takes."""
+    """Change of a claim's owner."""
 
     key: bytes  # URL key
-    owner: str
-    last_success: str | None = None
-    expected: str | None = None  # the owner until now, if there is one
+    owner: str  # id of the event that takes the claim
+    last_success: str | None = None  # id of the last success before the owner
+    expected: str | None = None  # id of the previous owner, None if the claim is free
 
 
 class ClaimTable(Protocol):
-    """Claims that share the ledger's store, inside one transaction."""
+    """Claims in the ledger's store, inside one transaction. Durable when it commits."""
 
-    def holder(self, key: bytes) -> Holder | None: ...
+    def holder(self, key: bytes) -> Holder | None:
+        """Return the holder of a URL key, or None if it has no claim."""
 
-    def holders(self, keys: Sequence[bytes]) -> dict[bytes, Holder | None]: ...
+    def holders(self, keys: Sequence[bytes]) -> dict[bytes, Holder | None]:
+        """Return the holder of each URL key, or None for a key without a claim."""
 
     def acquire(self, wanted: Mapping[bytes, str], now: float) -> list[bytes]:
         """Insert claims (URL key -> owner). Return the keys that had no owner."""
 
     def take_over(self, changes: Sequence[ClaimChange], now: float) -> None:
-        """Set the owners of these claims, whoever has them."""
+        """Set the owners of these claims, even if other events have them."""
 
     def set_next(self, key: bytes, id: str) -> None:
         """Record the event that is delayed to the end of the window."""
@@ -51,19 +51,24 @@ class ClaimTable(Protocol):
 
 
 class ExternalClaims(Protocol):
-    """Claims in a store of their own. They are read before the ledger's transaction."""
+    """Claims in an external store. They are read before the ledger's transaction."""
 
     async def holders(self, keys: Sequence[bytes]) -> dict[bytes, Holder]:
-        """Return the holders of claimed keys."""
+        """Return the holders of those URL keys that have a claim."""
 
     async def take(self, changes: Sequence[ClaimChange]) -> list[bool]:
-        """Take claims whose owner is as expected.
+        """Take each claim whose owner is the expected one.
 
-        The result is False if another event has the claim. A repeated call gives the same answer.
+        The result is False if another event has the claim. A repeated call gives the same result.
         """
 
-    async def set_next(self, key: bytes, id: str, expected_owner: str) -> bool: ...
+    async def set_next(self, key: bytes, id: str, expected_owner: str) -> bool:
+        """Record the event that is delayed to the end of the window.
 
-    async def prune(self, before: float) -> None: ...
+        The result is False if the owner is not the expected one. Then nothing changes.
+        """
+
+    async def prune(self, before: float) -> None:
+        """Delete a part of the claims that were taken before a time."""
 
     async def close(self) -> None: ...

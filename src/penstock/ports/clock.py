@@ -1,4 +1,4 @@
-"""The clock that every part of Penstock is given."""
+"""The clock of a process. Every part of Penstock gets it as an argument."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Passed in everywhere, so that the whole pipeline also runs under a simulated one."""
+    """Time and waiting. It is an argument, so that a pipeline can run under a simulated clock."""
 
     def now(self) -> float:
-        """Seconds since the epoch; what the fleet agrees on (leases, slots, windows)."""
+        """Return seconds since the epoch. Leases, slots and windows of the fleet use this time."""
 
     async def sleep(self, seconds: float) -> None: ...

@@ -1,4 +1,4 @@
-"""Values that describe an event on its way through the ledger."""
+"""Values that describe the processing of an event."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from penstock.ports.broker import Delivery, Out
 
 
 class Status(enum.StrEnum):
+    """Status of an event in the ledger."""
+
     PENDING = "pending"
     IN_FLIGHT = "in_flight"
     DELAYED = "delayed"
@@ -23,80 +25,79 @@ class Status(enum.StrEnum):
 
 
 class Accepted(enum.StrEnum):
+    """Answer of the intake to an event."""
+
     NEW = "new"
-    KNOWN = "known"  # the same id was accepted before: one event
-    FULL = "full"
+    KNOWN = "known"  # an event with the same id was accepted before, so this is the same event
+    FULL = "full"  # the topic has reached its limit of pending events
 
 
 class Baseline(msgspec.Struct, frozen=True, kw_only=True):
-    """What the last success of a URL left behind: for conditional requests and change detection."""
+    """Result of the last success of a URL, for conditional requests and change detection."""
 
     etag: str | None = None
     last_modified: str | None = None
     response_hash: str | None = None
-    page: str | None = None  # page id (hash) in the page store
-    extractors: str = ""  # "name@version,…" that made its records
+    page: str | None = None  # id of the page in the page store (a hash)
+    extractors: str = ""  # extractors of its records, as "name@version,…"
 
 
 class Admitted(msgspec.Struct, kw_only=True):
-    """Answer of the books to a delivery that just arrived."""
+    """Decision of the admission about a delivery."""
 
-    verdict: Literal[
-        "go", "settled"
-    ]  # settled: duplicate, delayed, already ended; nothing more to do
-    row: int = 0  # the ledger's own number of the event: End gives it back
-    fence: int | None = (
-        None  # where it was pending: then begin need not look again before it counts the start
-    )
-    # nobody had claimed its URL: begin tries to take the claim before it looks whose it is
+    # "settled" if the event is a duplicate, delayed or ended. Then its delivery is settled.
+    verdict: Literal["go", "settled"]
+    row: int = 0  # row number of the event in the ledger, used again in End
+    # Fence of the event if it was pending. Then `begin` counts the start without reading the row.
+    fence: int | None = None
+    # True if the URL had no claim at admission. Then `begin` tries to insert a claim before it
+    # reads the owner.
     free: bool = False
-    slot: float = 0.0  # when its host may be asked
+    slot: float = 0.0  # time at which the host may be requested
     starts: int = 0
     attempts: int = 0  # recorded failures
-    failures: Mapping[
-        str, int
-    ] = {}  # the same by error class; only for events with a route, since only a route can change
-    crashes: int = 0  # starts that never ended: makes a suspect, not a culprit
+    # Recorded failures by error class. Only for events with a proxy route, because failures can
+    # change only a route.
+    failures: Mapping[str, int] = {}
+    crashes: int = 0  # crashed starts. They make the event a suspect, but do not prove the cause.
     baseline: Baseline | None = None
-    page: str | None = None  # the ledger knows the page already: do not fetch again
-    page_meta: bytes = b""
+    page: str | None = None  # id of a page that is already fetched, and not fetched again
+    page_meta: bytes = b""  # PageMeta of that page, as msgpack
 
 
 class PageMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A stored page, apart from its bytes; travels on `pages` and lies in the ledger."""
+    """A stored page without its body. It is part of `pages` messages and stored in the ledger."""
 
-    page: str  # its id: BLAKE3 of the body, hex
+    page: str  # id of the page: BLAKE3 of the body, in hexadecimal
     url: str
-    status: int
+    status: int  # HTTP status
     headers: dict[str, str]
     fetched_at: float
-    size: int
-    encoding: str = ""  # content-encoding the stored bytes still have
+    size: int  # bytes of the body
+    encoding: str = ""  # content-encoding that the stored body still has
 
 
 class End(msgspec.Struct, kw_only=True):
-    """Everything that becomes true when a handler ends; the books write it in one transaction or
-    not at all.
-    """
+    """Consequences of a handler's end. The ledger writes all of them in one transaction or none."""
 
     event: Event
     delivery: Delivery
     row: int
-    fence: int  # from begin; an older one changes nothing (I12)
+    fence: int  # fence from `begin`. An end with an older fence changes nothing (I12).
     outcome: Literal["success", "retry", "park", "release", "dead", "handover", "writing"]
     reason: str = ""
     error_class: str = ""
     stage: str = ""
-    detail: str = ""  # traceback and the like, for the dead letter
+    detail: str = ""  # traceback or other details, for the dead letter
     fingerprint: str = ""
-    until: float = 0.0  # retry, park
+    until: float = 0.0  # time until which a retried or parked event is delayed
     meta: PageMeta | None = None
     records: Sequence[Record] = ()
     links: Sequence[Link] = ()
     extractors: str = ""
     response_status: int | None = None
     response_hash: str | None = None
-    charged: bool = True  # retry that spends the budget
-    publish: Sequence[Out] = ()  # handover, writing: the next topic's message
-    was_writing: bool = False
-    restarted: bool = False  # not its first start: something may have been noted for it before
+    charged: bool = True  # a retry adds an attempt
+    publish: Sequence[Out] = ()  # message for the next topic, if the outcome is handover or writing
+    was_writing: bool = False  # the event had the status `writing`
+    restarted: bool = False  # the event started before, so the ledger may have results of it

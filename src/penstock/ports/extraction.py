@@ -1,4 +1,4 @@
-"""Running the user's extractors."""
+"""Execution of the user's extractors and hooks."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from penstock.model import Event, Link, Record
 
 
 class Extracted(msgspec.Struct, kw_only=True):
-    """What the user's code made of one page. `error` excludes the rest."""
+    """Result of the user's code for one page. If `error` is set, there are no records and links."""
 
     records: list[Record] = []
     links: list[Link] = []
-    matched: bool = True
-    error: str = ""  # one line
-    kind: str = ""  # ErrorClass value
+    matched: bool = True  # False if no extractor matches the URL
+    error: str = ""  # error message of one line
+    kind: str = ""  # value of an ErrorClass
     detail: str = ""  # traceback
-    after: float | None = None  # the user's own wish for the next try
+    after: float | None = None  # seconds until the retry, if the user's code requested a delay
 
 
 class FetchedPage(msgspec.Struct, frozen=True):
-    """A page on its way to its extractors. Header names are lower case."""
+    """A page for its extractors. Header names are in lower case."""
 
     url: str
     body: bytes
@@ -36,15 +36,23 @@ class FetchedPage(msgspec.Struct, frozen=True):
 
 @runtime_checkable
 class Extraction(Protocol):
-    """Runs the user's code on pages. Never raises for what that code does; a death is a result of
-    the page that died alone.
+    """Runs the user's code. An error or a crash of that code never raises an exception here.
+
+    If the process crashes while a page runs alone, the crash is the result of that page.
     """
 
     async def extract(
         self, pages: Sequence[FetchedPage], *, alone: bool = False
-    ) -> Sequence[Extracted]: ...
+    ) -> Sequence[Extracted]:
+        """Extract pages. Return one result per page. With `alone`, each page runs separately.
+
+        A page may run again if the process crashed while several pages ran together.
+        """
 
     async def hooks(self, changes: Sequence[bytes]) -> Sequence[str]:
-        """Run on_change hooks on msgpack-encoded Changes; one error line (or "") for each."""
+        """Run on_change hooks on msgpack-encoded Changes.
+
+        Return one line per change: the error, or "" if the hooks succeeded.
+        """
 
     async def close(self) -> None: ...

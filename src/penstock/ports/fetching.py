@@ -1,4 +1,4 @@
-"""Fetching one response."""
+"""Fetchers: from a URL or an event to a response."""
 
 from __future__ import annotations
 
@@ -12,32 +12,34 @@ from penstock.ports.events import Baseline
 
 
 class Hop(msgspec.Struct, frozen=True, kw_only=True):
+    """One redirect."""
+
     url: str
     status: int
-    peer: str = ""
-    seconds: float = 0.0
+    peer: str = ""  # address of the server, as ip:port
+    seconds: float = 0.0  # duration
 
 
 class Response(msgspec.Struct, frozen=True, kw_only=True):
-    """One exchange, no redirect followed. `body` is decoded; header names are lower case."""
+    """Response of a web server. `body` is decoded. Header names are in lower case."""
 
     url: str
     status: int
     headers: dict[str, str]
     body: bytes
-    peer: str = ""  # ip:port that was dialled
-    seconds: float = 0.0
-    first_byte: float = 0.0
-    # until the request could be sent: TCP, proxy and TLS; near 0 on a connection that was open
-    # already
+    peer: str = ""  # address that was connected to, as ip:port
+    seconds: float = 0.0  # duration of the exchange
+    first_byte: float = 0.0  # seconds until the first byte of the response
+    # Seconds until the request could be sent: TCP, proxy and TLS. Near 0 on a reused connection.
     connect: float = 0.0
     http_version: str = ""
-    hops: tuple[Hop, ...] = ()
+    hops: tuple[Hop, ...] = ()  # redirects before this response. A Fetcher follows none.
 
 
 class Fetcher(Protocol):
-    """One exchange through the one egress object. Raises model.Failure, classified, and nothing
-    else.
+    """Sends one request through the egress object that all requests use. Follows no redirects.
+
+    Raises only model.Failure, with an error class.
     """
 
     async def fetch(
@@ -57,34 +59,46 @@ Done: TypeAlias = Callable[[Response | BaseException], None]
 
 
 class Cancellable(Protocol):
+    """Work in progress, for example a request or a task."""
+
     def cancel(self) -> object: ...
 
 
 @runtime_checkable
 class DirectFetcher(Fetcher, Protocol):
-    """One that needs no task for an exchange: at thousands a second, that is a tenth of the work."""
+    """A fetcher that can send a request without a task.
+
+    At thousands of requests per second, tasks cost a tenth of the work.
+    """
 
     def begin(self, url: str, headers: Mapping[str, str], done: Done) -> Cancellable | None:
-        """A GET of a canonical URL, under way when this returns. `done` is called once, by the
-        loop, with the answer, a Failure, or CancelledError where it was cancelled. None: something
-        has to be found out first, or is wrong; `fetch` does that.
+        """Send a GET of a canonical URL. The request is in progress when this returns.
+
+        The event loop calls `done` once, with the response, a Failure, or CancelledError if the
+        request was cancelled. Return None if no request was sent, because something must be looked
+        up first or is wrong. Then call `fetch`.
         """
 
 
 class PageFetcher(Protocol):
-    """An event to its answer: robots.txt, redirects, proxies and the verdict are its business.
+    """Fetches the page of an event: robots.txt, redirects, proxies and the check of the response.
 
-    The slot of the event's own host was awaited before. Every further request takes one of its own.
+    The caller has waited for the slot of the event's host. Every further request reserves another
+    slot.
     """
 
     def begin(self, event: Event, baseline: Baseline | None, done: Done) -> Cancellable | None:
-        """Send without a task, where there is nothing to wait for but the answer. `done` gets what
-        came. `is_final` says whether that is all. None: nothing was sent, and `fetch` has to do it.
+        """Send the request without a task, if only the response has to be waited for.
+
+        `done` gets the response or an exception. Then call `is_final`. Return None if no request
+        was sent. Then call `fetch`.
         """
 
     def is_final(self, event: Event, response: Response) -> bool:
-        """Is this answer, to what `begin` sent, the one to go on with? False: `fetch` has more to
-        do. Raises Failure by its verdict.
+        """Return True if this response to the request of `begin` is the final one.
+
+        Return False if `fetch` must continue. Raises Failure if the content of the response means a
+        failure.
         """
 
     async def fetch(
@@ -97,8 +111,9 @@ class PageFetcher(Protocol):
         sleep: Callable[[float], Awaitable[None]] | None = None,
         again: bool = False,
     ) -> Response:
-        """The final answer, with the hops that led to it. Raises Failure for everything else.
+        """Return the final, successful response with its redirects. Raises Failure otherwise.
 
-        `turn`: how often the event was blocked. `answer`: to its first request, where `begin` sent
-        it. `sleep`: how to wait for a slot. `again`: its slot was used already.
+        `turn` is the number of proxy pools that the event has moved on by. `answer` is the response
+        to the request of `begin`, if `begin` sent one. `sleep` is the function that waits for a
+        slot. `again` is True if the event's slot was already used.
         """

@@ -1,4 +1,4 @@
-"""Limits of hosts, robots.txt and health of proxies."""
+"""Limits of hosts, robots.txt, and health of proxies."""
 
 from __future__ import annotations
 
@@ -12,85 +12,96 @@ from penstock.rules.proxies import Health
 
 
 class RobotsCache(Protocol):
-    """robots.txt bodies per origin, shared by the fleet, with the time they are good until."""
+    """Cache of robots.txt bodies per origin, shared by the fleet. Each entry has an expiry time."""
 
     async def robots(self, origin: str) -> tuple[bytes | None, int, float] | None:
-        """(body, HTTP status or 0 for unreachable, good until); None: not known."""
+        """Return (body, HTTP status, expiry time), or None if the origin is not cached.
 
-    async def keep_robots(
-        self, origin: str, body: bytes | None, status: int, until: float
-    ) -> None: ...
+        The status is 0 if the server could not be reached.
+        """
+
+    async def keep_robots(self, origin: str, body: bytes | None, status: int, until: float) -> None:
+        """Cache a robots.txt until a time. Replaces the entry of the origin. May be repeated."""
 
     def exempt(self, host: str) -> bool:
-        """Is there a recorded exception, so that this host's robots.txt is not obeyed? A local view
-        at most 100 ms old.
+        """Return True if a recorded exception allows requests against this host's robots.txt.
+
+        Reads a local copy that is at most 100 ms old.
         """
 
 
 class Pace(Protocol):
-    """Slots: WHEN a host may be asked, fleet-wide. Each slot is given once."""
+    """Slots: the times at which the fleet may request a host. Each slot is assigned once."""
 
     async def reserve(
         self, wants: Mapping[str, int], *, within: float | None = None
     ) -> Mapping[str, Sequence[float]]:
-        """For each host, that many moments (epoch seconds), in order; those more than `within`
-        seconds away are told, but not given.
+        """Reserve slots (host key -> number). Return their times in order, in epoch seconds.
+
+        Slots more than `within` seconds away are returned but not reserved.
         """
 
     async def report(
         self, host: str, *, status: int, retry_after: float | None, seconds: float
     ) -> None:
-        """What the host answered: throttling blocks the host for every worker. Of a host that
-        nobody holds back (`blocked_until` is 0) only a 429 or 503 is news.
+        """Record a response of the host. Throttling blocks the host for every worker.
+
+        If the host is not blocked (`blocked_until` is 0), only a 429 or 503 has to be reported.
         """
 
     async def crawl_delay(self, host: str, seconds: float | None) -> None:
-        """What robots.txt asks for between two requests (None: nothing); holds for every worker
-        from the next reservation on.
+        """Set the seconds between two requests that robots.txt requests, or None for no wish.
+
+        It applies to every worker from the next reservation on.
         """
 
     def blocked_until(self, host: str) -> float:
-        """0, or when the host may be asked again; a local view at most 100 ms old, for a last look
-        before sending.
+        """Return the time until which the host is blocked, or 0.
+
+        Reads a local copy that is at most 100 ms old, for a last check before sending.
         """
 
     def voided(self, host: str) -> float:
-        """0, or when the host was found to want more time between requests: a slot given out before
-        that is not to be used. A local view.
+        """Return when the host's interval became longer, or 0. Reads a local copy.
+
+        Slots that were reserved before that time must not be used.
         """
 
     def concurrency(self, host: str) -> int:
-        """How many requests to the host may be in flight in one worker; a local view like the
-        above.
+        """Return how many requests to the host may be in flight in one worker.
+
+        Reads a local copy.
         """
 
     def gap(self, host: str) -> float:
-        """Return the seconds between two requests, as of the last reservation. 0 is unlimited."""
+        """Return the interval in seconds, as of the last reservation. 0 means unlimited."""
 
     async def refresh(self) -> None:
-        """Bring the local view up to date."""
+        """Update the local copies."""
 
 
 class Exempt(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One exception: which rule is not kept where, who said so and why, and from when to when."""
+    """An exception from a rule for one host."""
 
-    kind: str
+    kind: str  # rule that is not obeyed
     host: str
     reason: str
-    who: str
-    at: float
-    ended: float | None = None
+    who: str  # operator who added the exception
+    at: float  # start time
+    ended: float | None = None  # end time, None while the exception applies
 
 
 class ProxyHealth(Protocol):
-    """Trouble with proxies, per host (`*`: with any), shared by the fleet. Proxies go by an id and
-    a label that hold no secret.
+    """Failures of proxies per host, or for all hosts (`*`). The fleet shares them.
+
+    A proxy is identified by an id and a label that contain no secret.
     """
 
     @property
     def view(self) -> Mapping[tuple[str, str], Health]:
-        """(proxy, host) → rules.proxies.Health of all that had trouble; a local view at most
-        seconds old.
+        """(proxy, host) -> Health of all proxies with failures.
+
+        A local copy that is at most a few seconds old.
         """
 
     async def failed(
@@ -103,27 +114,29 @@ class ProxyHealth(Protocol):
         longest: float,
         reason: str,
         least: float = 0.0,
-    ) -> None: ...
+    ) -> None:
+        """Record a failure of a proxy."""
 
-    async def worked(self, proxy: str, host: str, label: str) -> None: ...
+    async def worked(self, proxy: str, host: str, label: str) -> None:
+        """Record that a proxy worked."""
 
     async def listed(self, pool: str, members: int, error: str) -> None:
-        """What became of fetching a pool's list; for people."""
+        """Record the result of fetching a pool's list, for operators."""
 
 
 class CachedRobots(msgspec.Struct, frozen=True):
-    """A cached robots.txt. Status 0 means that it could not be reached."""
+    """A cached robots.txt."""
 
     origin: str
-    status: int
-    until: float
+    status: int  # HTTP status, 0 if the server could not be reached
+    until: float  # expiry time
     body: bytes
 
 
 class HostTable(Protocol):
     """State of hosts and exceptions from rules, for operators.
 
-    On Redis these calls take no part in the transaction.
+    On Redis these calls are not part of the transaction.
     """
 
     def reserve(self, wants: Mapping[str, int], within: float) -> Mapping[str, Sequence[float]]:
@@ -135,7 +148,7 @@ class HostTable(Protocol):
         """Replace the state of a host. `change` may run twice."""
 
     def list(self, limit: int) -> dict[str, HostState]:
-        """Return hosts with a state. Blocked hosts and hosts with own limits come first."""
+        """Return hosts with a state. Blocked hosts and hosts with special limits come first."""
 
     def robots(self, host: str) -> Sequence[CachedRobots]: ...
 
@@ -150,7 +163,7 @@ class HostTable(Protocol):
     def add_exception(
         self, kind: str, host: str, reason: str, who: str, *, once: bool = False
     ) -> None:
-        """Start an exception. It replaces a current one. `once`: it ends at the same time."""
+        """Start an exception. It replaces a current one. With `once`, it ends immediately."""
 
     def end_exception(self, kind: str, host: str) -> bool:
-        """End an exception. Return False if there was none."""
+        """End an exception. Return False if the host has no such exception."""

@@ -1,7 +1,7 @@
 """Tables of the ledger, as the engine uses them inside one transaction.
 
-Every method belongs to the transaction that its object was bound to. Nothing is durable before that
-transaction commits. A store may run a transaction again, so no method has an effect outside it.
+Every method belongs to the transaction that its object was bound to. Changes are durable when that
+transaction commits. A store may run a transaction again, so methods have no effect outside it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.rules.freshness import Claim
 
 
 class NewEvent(msgspec.Struct, frozen=True):
-    """An event that enters the ledger, with its envelope and the position of its message."""
+    """An event to insert, with its envelope and the position of its message."""
 
     event: Event
     envelope: bytes
@@ -25,43 +25,43 @@ class NewEvent(msgspec.Struct, frozen=True):
 
 
 class EventState(msgspec.Struct, frozen=True):
-    """The ledger row of an event, as far as decisions need it."""
+    """Fields of an event's ledger row that decisions need."""
 
-    n: int
+    n: int  # row number
     status: str
     attempts: int
     starts: int
-    crashes: int
-    page: str | None
-    page_meta: bytes | None
+    crashes: int  # crashed starts
+    page: str | None  # id of the fetched page
+    page_meta: bytes | None  # PageMeta of that page, as msgpack
     accepted_at: float
-    not_before: float | None
+    not_before: float | None  # time until which a delayed event waits
     fence: int
 
 
 class StoredEvent(msgspec.Struct, frozen=True):
     """An event as the ledger stores it."""
 
-    n: int
+    n: int  # row number
     id: str
     topic: str
     status: str
     url: str
-    host: str
+    host: str  # host key
     envelope: bytes
 
 
 class Start(msgspec.Struct, frozen=True):
     """A handler that is about to start."""
 
-    n: int
+    n: int  # row number
     event: Event
-    fence: int | None  # of the ledger row, if the event was pending at admission
+    fence: int | None  # fence of the ledger row, if the event was pending at admission
     needs_request: bool  # False if a stored page is extracted or records are written
 
 
 class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
-    """An event that is not retried automatically: its bytes, and why it ended."""
+    """Stored copy of an event that is not retried automatically, with the reason."""
 
     event_id: str
     topic: str
@@ -97,10 +97,16 @@ class Events(Protocol):
         """
 
     def mark_writing(self, end: End, now: float) -> bool:
-        """Record that from now on only the sink write repeats. Return False if the fence was outdated."""
+        """Set an event to `writing`: from now on only the sink write repeats.
+
+        Return False if the fence was outdated.
+        """
 
     def mark_dead(self, end: End, letter: DeadLetter, now: float) -> bool:
-        """End an event as dead and store its dead letter. Return False if the fence was outdated."""
+        """End an event as dead, and store its dead letter.
+
+        Return False if the fence was outdated.
+        """
 
     def mark_duplicate(self, event: Event, was: EventState, of: str, now: float) -> None:
         """End an event as the duplicate of the event `of`."""
@@ -126,11 +132,11 @@ class Events(Protocol):
         """Record the position of an event's message at an external broker."""
 
     def prefetch_fences(self, ends: Iterable[End]) -> None:
-        """Ask for the fences of events that end next. A hint for pipelined stores."""
+        """Request the fences of events that end next. A hint for pipelined stores."""
 
 
 class EventLookup(Protocol):
-    """Questions that decisions depend on."""
+    """Queries that decisions depend on."""
 
     def known(self, ids: Sequence[str]) -> set[str]:
         """Return the ids that were accepted before."""
@@ -139,19 +145,19 @@ class EventLookup(Protocol):
         """Return the state of each known id."""
 
     def claim_progress(self, owner: str, next_id: str | None) -> Claim | None:
-        """Return how far the owner of a claim has come, or None if the claim is free."""
+        """Return the progress of a claim's owner, or None if the claim is free."""
 
     def baseline(self, id: str) -> Baseline | None:
-        """Return what a success left for conditional requests and change detection."""
+        """Return the baseline of a success, or None if the event has none."""
 
     def is_fresh(self, id: str, since: float) -> bool:
         """Return True if the event is open, or if it succeeded and was requested after `since`."""
 
     def has_open(self, url_key: bytes) -> bool:
-        """Return True if an event for this URL still waits to be fetched."""
+        """Return True if an event for this URL is open and waits to be fetched."""
 
     def failures(self, n: int) -> dict[str, int]:
-        """Return recorded failures by error class, since the event last got a new budget."""
+        """Return recorded failures by error class, since the start of the current budget."""
 
     def oldest_duplicate(self, owner: str) -> tuple[int, bytes] | None:
         """Return (n, envelope) of the duplicate to promote when `owner` is dead.
@@ -164,7 +170,7 @@ class EventLookup(Protocol):
 
 
 class EventMaintenance(Protocol):
-    """Periodic work on events, and what operators change."""
+    """Periodic work on events, and changes by operators."""
 
     def has_due(self, now: float) -> bool:
         """Return True if a delayed event is due."""
@@ -173,7 +179,7 @@ class EventMaintenance(Protocol):
         """Make up to 1,000 due events pending. The broker delivers their messages itself."""
 
     def requeue_from(self, worker: str, ids: Sequence[str], now: float) -> int:
-        """Make events pending that a crashed worker had in flight. Their starts stay counted."""
+        """Make the events pending that a crashed worker had in flight. Their starts are kept."""
 
     def stalled(self, before: float, limit: int) -> list[tuple[int, str, bytes]]:
         """Return (n, id, envelope) of open, undelayed events without history since `before`.
@@ -191,7 +197,7 @@ class EventMaintenance(Protocol):
         """Return the event if it is open and no worker has started it."""
 
     def abandon(self, event: StoredEvent, letter: DeadLetter, now: float) -> None:
-        """End an event as dead on an operator's order. Its letter can be redriven."""
+        """End an event as dead although it has not failed. Its dead letter can be redriven."""
 
     def parked(self, host: str, reasons: Sequence[str]) -> list[tuple[int, int]]:
         """Return (n, position) of the host's delayed events with one of these reasons."""
@@ -211,7 +217,7 @@ class EventMaintenance(Protocol):
 
 
 class Counters(Protocol):
-    """Figures that cost the same at any depth (I10)."""
+    """Counters. Reading them costs the same at any queue depth (I10)."""
 
     def add(self, topic: str, deltas: Mapping[str, int]) -> None:
         """Add to counters by name."""
@@ -232,26 +238,26 @@ class Counters(Protocol):
         """Return (ended, dead) of the last `seconds`."""
 
     def reset_ends(self, topic: str) -> None:
-        """Forget the recent ends of a topic."""
+        """Delete the recent ends of a topic."""
 
     def entered(self) -> int | None:
-        """Return the events ever entered, as the store counts them, or None if it does not."""
+        """Return how many events were ever inserted, or None if the store does not count them."""
 
 
 class DeadLetters(Protocol):
     """Dead letters of the ledger."""
 
     def put(self, letter: DeadLetter, now: float) -> None:
-        """Store a letter. It replaces an older letter of the same event."""
+        """Store a dead letter. It replaces an older dead letter of the same event."""
 
     def has(self, event_id: str) -> bool:
-        """Return True if the event has a letter."""
+        """Return True if the event has a dead letter."""
 
     def redrivable(self, event_id: str) -> tuple[int, bytes] | None:
-        """Return (n, envelope) of a dead event that has a letter."""
+        """Return (n, envelope) of a dead event with a dead letter, or None if it is not one."""
 
     def drop(self, event_id: str, *, release_page: bool = False) -> int:
-        """Delete a letter. Return 1 if there was one.
+        """Delete a dead letter. Return how many were deleted, 0 or 1.
 
-        `release_page` also lets retention delete the event's page.
+        With `release_page`, retention may also delete the event's page.
         """

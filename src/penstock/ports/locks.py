@@ -1,4 +1,4 @@
-"""Locks that one process of a fleet holds."""
+"""Locks of a fleet. One process at a time holds a lock."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ class LockTable(Protocol):
     """Holders of the fleet's locks, inside one transaction."""
 
     def holder(self, name: str) -> str | None:
-        """Return the token of the lock's holder."""
+        """Return the token of the lock's holder, or None if no process holds the lock."""
 
 
 class Lock(Protocol):
-    """A lock that one process of all that share a store can hold.
+    """A lock for all processes that share a store. One process at a time holds it.
 
-    On this machine the lock is also a file. Other processes read its status text.
+    On each machine the lock is also a lock file. Other processes read its status text.
     """
 
     @property
@@ -37,15 +37,15 @@ class Lock(Protocol):
         """True if processes of other machines compete for the lock."""
 
     async def take(self) -> bool:
-        """Try to get the lock. Never waits for its holder.
+        """Try to get the lock. Return True if this process holds it. Never waits for the holder.
 
-        Raises OSError or StoreUnavailable if the lock cannot be had at all.
+        Raises OSError or StoreUnavailable if the lock file or the store cannot be used.
         """
 
     def verify(self, tx: Transaction) -> None:
         """Check the lock in the transaction that records the work done under it.
 
-        Raises LockLost if another process has taken the lock.
+        Raises Lost if another process has taken the lock.
         """
 
     def lose(self) -> None:
@@ -57,4 +57,5 @@ class Lock(Protocol):
     def status(self) -> str:
         """Return the status text that the holder on this machine has set, or ""."""
 
-    def release(self) -> None: ...
+    def release(self) -> None:
+        """Give the lock up for other processes. Does nothing if it is not held."""

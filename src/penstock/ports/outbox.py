@@ -1,4 +1,4 @@
-"""Records on their way to the sinks: change detection, the sink outbox, changes for hooks."""
+"""Records for the sinks: change detection, the sink outbox, and changes for hooks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from penstock.ports.sink import Row
 
 
 class Line(msgspec.Struct, frozen=True):
-    """One record that leaves for the sinks."""
+    """One record for the sinks."""
 
     extractor: str
-    key: str
+    key: str  # record key
     body: bytes  # JSON
-    order: int  # the event's row number: a keyed sink never goes back
+    order: int  # row number of the event. A keyed sink never replaces a row by an older one.
 
 
 class OutboxTable(Protocol):
@@ -32,20 +32,20 @@ class OutboxTable(Protocol):
         emit_unchanged: bool,
         hooks: bool,
     ) -> list[Line]:
-        """Compare records with the last ones of their keys, and return those that are sent.
+        """Compare records with the last records of their keys, and return the records to send.
 
         `ends` are successes, each with its URL key. `counts` is updated by topic. If `hooks` is
         true, changes are stored for the hooks.
         """
 
     def append(self, sink: str, lines: Sequence[Line]) -> None:
-        """Add rows for a sink, in order. A sink with a table in this store is written directly."""
+        """Add rows for a sink, in order. If the sink's table is in this store, write to it."""
 
     def position(self, sink: str) -> tuple[int, str]:
         """Return the last row that was flushed, and the target's mark after it."""
 
     def rows(self, sink: str, *, after: int, limit: int, max_bytes: int) -> list[Row]:
-        """Return the next rows: at most `limit`, and at most one row beyond `max_bytes`."""
+        """Return the rows after a row: at most `limit`, and at most one row beyond `max_bytes`."""
 
     def mark_flushed(self, sink: str, *, upto: int, mark: str) -> None:
         """Record the position of a sink, and delete the rows up to it."""
@@ -60,4 +60,4 @@ class OutboxTable(Protocol):
         """Return the oldest changes that wait for hooks: (number, encoded change)."""
 
     def mark_hooks_run(self, done: Sequence[int], failed: Sequence[tuple[str, int]]) -> None:
-        """Delete finished changes, and count a failed try of the others: (error, number)."""
+        """Delete the changes in `done`. Count a failed try of each `failed` (error, number)."""

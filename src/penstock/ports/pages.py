@@ -1,4 +1,4 @@
-"""The store of fetched pages. Bytes are stored first, then the ledger's transaction indexes them."""
+"""Store of fetched pages. Bodies are stored first, then the ledger's transaction indexes them."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import msgspec
 
 
 class StagedPages(msgspec.Struct):
-    """Pages that were staged and not yet indexed. Each store has its own kind."""
+    """Pages that are staged and not yet indexed. Each page store has a subclass."""
 
 
 class PageStore(Protocol):
-    """Bodies of responses, content-addressed and compressed. Each body is stored once."""
+    """Bodies of responses, addressed by content and compressed. Each body is stored once."""
 
-    remote: bool  # the bodies go over a network
+    remote: bool  # True if bodies are sent over a network
 
     async def start(self) -> None:
         """Check that pages can be stored and read, before the first page. Raises Unreachable."""
 
     def stage(self, pages: Iterable[tuple[str, bytes]]) -> StagedPages:
-        """Write the new ones of (id, body). They cannot be found before they are indexed.
+        """Write those of the pages (id, body) that are not stored yet.
 
-        Raises StoreUnavailable.
+        Staged pages cannot be found before they are indexed. Raises StoreUnavailable.
         """
 
     async def send(self, staged: StagedPages) -> None:
@@ -44,7 +44,7 @@ class PageIndex(Protocol):
     def index(self, staged: StagedPages) -> Sequence[str]:
         """Make staged pages durable and findable.
 
-        Return ids that were believed to be stored but are gone. They must be staged again.
+        Return ids of pages that were believed to be stored but do not exist. Stage them again.
         """
 
     def read(self, page: str) -> bytes | None:
@@ -60,7 +60,7 @@ class PageIndex(Protocol):
         """Return (pages stored, bytes they occupy)."""
 
     def problems(self) -> Sequence[str]:
-        """Return what is wrong with the store, in sentences, for `doctor`."""
+        """Return the problems of the page store, in sentences, for `doctor`."""
 
     def prune(
         self,

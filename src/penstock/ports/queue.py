@@ -13,21 +13,21 @@ from penstock.ports.ledger import EventState
 class Queue(Protocol):
     """Messages and deliveries, inside one transaction.
 
-    The embedded broker changes its tables. For an external broker the transaction records what the
-    relay publishes and settles after the commit.
+    The embedded broker changes its tables. For an external broker, the transaction records the
+    messages to publish. The relay publishes and settles after the commit.
     """
 
     def enqueue(self, batch: Sequence[Out]) -> list[tuple[Published, int]]:
         """Publish messages. Return an answer and a position for each."""
 
     def settle(self, items: Sequence[tuple[Delivery, Outcome]]) -> list[bool]:
-        """Settle deliveries. The result is False if a lease was lost."""
+        """Settle deliveries. The result is False if the lease was lost. Then nothing changes."""
 
     def settle_undurably(self, items: Sequence[tuple[Delivery, Outcome]]) -> None:
         """Settle deliveries in a transaction that a power cut may lose.
 
-        An external broker would not lose the settlement. So its deliveries are released, and a
-        durable transaction settles them when they are delivered again.
+        An external broker would not lose the settlement. So its deliveries are released. A durable
+        transaction settles them when they are delivered again.
         """
 
     def holds(self, deliveries: Sequence[Delivery]) -> list[bool]:
@@ -43,13 +43,16 @@ class Queue(Protocol):
         """Return False for each row that another delivery of this batch or another worker has."""
 
     def hold_keys(self, topic: str, group: str, until: Mapping[str, float]) -> None:
-        """Deliver nothing of these keys before these times, if the broker can do that."""
+        """Deliver messages of these keys only after these times, if the broker can do that."""
 
     def reclaim(self, worker: str) -> list[str]:
         """Expire the leases of a crashed worker. Return the ids of its events."""
 
     def pause(self, topic: str, reason: str | None) -> bool:
-        """Pause a topic, or resume it if `reason` is None. Return False if there is no such topic."""
+        """Pause a topic, or resume it if `reason` is None.
+
+        Return False if the topic does not exist.
+        """
 
     def paused(self) -> dict[str, str]:
         """Return the reason for each paused topic."""
@@ -65,21 +68,24 @@ class QueueReports(Protocol):
     """Figures about queues, for operators."""
 
     def groups(self) -> list[tuple[str, str]]:
-        """Return (topic, consumer group) of everything that is delivered."""
+        """Return all pairs of topic and consumer group."""
 
     def leases_by_worker(self, limit: int) -> dict[str, int]:
-        """Return the workers that hold leases, and how many. 0 if the broker cannot tell."""
+        """Return worker -> number of its leases. The number is 0 if the broker does not know it."""
 
     def oldest(self, limit: int) -> float | None:
-        """Return since when the oldest ready message waits."""
+        """Return the time since which the oldest unfinished message waits, or None if none does.
+
+        Delayed messages count only if more than `limit` of them are older.
+        """
 
     def leased_ids(self, limit: int) -> list[str]:
-        """Return ids of events that live workers have in flight."""
+        """Return ids of events that workers have in flight."""
 
     def depths(
         self, topic: str, group: str, keys: Sequence[str] | None = None, *, limit: int = 1000
     ) -> dict[str, int]:
-        """Return the waiting messages of these keys, or of the keys with most of them."""
+        """Return key -> waiting messages, of these keys or of the keys with the most messages."""
 
     def audit(self, now: float) -> QueueAudit:
         """Compare the queue with the ledger and with its own counters, for `doctor`."""
@@ -97,7 +103,7 @@ class Outgoing(Protocol):
         """Return True if a message of this event waits."""
 
     def next_due(self, now: float) -> tuple[bool, float]:
-        """Return whether an unreserved message is due, and when the next one will be (or 0)."""
+        """Return whether an unreserved message is due, and the next due time or 0."""
 
     def reserve_due(self, now: float, until: float, limit: int) -> list[tuple[int, Out]]:
         """Reserve due messages until a time, and return them."""
@@ -116,12 +122,13 @@ class Outgoing(Protocol):
 
 
 class Members(Protocol):
-    """Workers that are alive, as far as the other workers know."""
+    """Live workers, known to other workers by their heartbeats."""
 
     def heartbeat(self, worker: str, until: float) -> None:
         """Record that a worker is alive until a time."""
 
-    def leave(self, worker: str) -> None: ...
+    def leave(self, worker: str) -> None:
+        """Delete a worker that stops or has crashed."""
 
     def has_event(self, row: int, now: float) -> bool:
         """Return True if a live worker has this event in flight."""

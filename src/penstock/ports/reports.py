@@ -1,4 +1,4 @@
-"""What can be asked of the ledger for people: the answers as values, and the port that gives them."""
+"""Reports about the ledger for operators: the port, and the values that it returns."""
 
 from __future__ import annotations
 
@@ -10,33 +10,34 @@ import msgspec
 from penstock.ports.broker import QueueAudit
 from penstock.ports.events import PageMeta
 
-SCAN = 200_000  # rows looked at, newest first, where no index answers
+SCAN = 200_000  # rows that a query without an index reads, newest first
 _decode_meta = msgspec.msgpack.Decoder(PageMeta).decode
-Sizes: TypeAlias = Callable[
-    [Sequence[str]], Mapping[str, int]
-]  # the page store's: of these pages, the ones that are stored
+# Function of the page store. It returns page id -> size in bytes of those pages that are stored.
+Sizes: TypeAlias = Callable[[Sequence[str]], Mapping[str, int]]
 
 
 # -- dead letters ----------------------------------------------------------------------------------
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
-    """Dead letters with one fingerprint, told by the newest of them."""
+    """Dead letters with the same fingerprint. Its texts are from the newest dead letter."""
 
     fingerprint: str
-    letters: int
-    exact: bool
+    letters: int  # number of dead letters
+    exact: bool  # False if there may be more dead letters
     stage: str
     error_class: str
     reason: str
-    newest: float
-    first: float
+    newest: float  # time of the newest dead letter
+    first: float  # time of the oldest dead letter
     event_id: str
     url: str
 
 
 class Letter(msgspec.Struct, frozen=True, kw_only=True):
-    n: int
+    """A stored dead letter."""
+
+    n: int  # number of the dead letter
     event: str
     topic: str
     url: str
@@ -52,8 +53,9 @@ class Letter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Filter(msgspec.Struct, frozen=True, kw_only=True):
-    """Which letters; reason is a part of the text, the rest is exact (a fingerprint may be a
-    prefix).
+    """Filter of dead letters.
+
+    `reason` is a part of the text, and `fingerprint` may be a prefix. The others must be equal.
     """
 
     reason: str | None = None
@@ -67,46 +69,56 @@ class Filter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Waiting(msgspec.Struct, frozen=True, kw_only=True):
+    """Delayed events with the same reason."""
+
     reason: str
-    events: int
-    next_at: float
+    events: int  # number of events
+    next_at: float  # time at which the next of them is due
 
 
 class SinkState(msgspec.Struct, frozen=True, kw_only=True):
+    """Progress of a sink."""
+
     name: str
-    flushed: int
-    backlog: int
-    mark: str
+    flushed: int  # number of the last flushed row
+    backlog: int  # rows that are not flushed
+    mark: str  # recorded mark of the target after the last flushed row
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
-    topics: dict[str, dict[str, int]]  # per topic: accepted and the six states, which add up to it
-    counters: dict[str, int]  # everything else that is counted, over all topics
-    paused: dict[str, str]  # topic → why
+    """Figures of `penstock status`."""
+
+    topics: dict[str, dict[str, int]]  # topic -> `accepted`, and the six states that add up to it
+    counters: dict[str, int]  # all other counters, summed over all topics
+    paused: dict[str, str]  # topic -> reason
     waiting: list[Waiting]
-    waiting_seen: int  # of how many delayed events the reasons are
+    waiting_seen: int  # delayed events that `waiting` was counted from
     causes: list[Cause]
     sinks: list[SinkState]
-    running: dict[str, int]  # worker → leases it holds, at most SCAN of all
-    changes_waiting: bool
-    oldest: float | None  # when the oldest unfinished message was queued
+    running: dict[str, int]  # worker -> number of its leases. At most SCAN leases are read.
+    changes_waiting: bool  # a change waits for a hook
+    oldest: float | None  # time at which the oldest unfinished message was queued
 
 
 class Audit(msgspec.Struct, frozen=True, kw_only=True):
-    counters: dict[tuple[str, str], int]  # (topic, status)
-    rows: dict[tuple[str, str], int]
-    entered: int | None  # events ever entered, where the store knows
+    """Figures of `penstock doctor` that must agree with each other."""
+
+    counters: dict[tuple[str, str], int]  # (topic, status) -> counter
+    rows: dict[tuple[str, str], int]  # (topic, status) -> rows
+    entered: int | None  # events ever inserted, None if the store does not count them
     queue: QueueAudit
-    letterless: int  # letters of events that are not dead
-    outbox: list[tuple[str, int, int]]  # sink, noted backlog, rows
-    future: float  # newest note in the history
+    letterless: int  # dead letters of events that are not dead
+    outbox: list[tuple[str, int, int]]  # (sink, recorded backlog, rows)
+    future: float  # latest acceptance time of the newest 1,000 events
 
 
 # -- events ----------------------------------------------------------------------------------------
 
 
 class EventRow(msgspec.Struct, frozen=True, kw_only=True):
-    n: int
+    """The ledger row of an event, with its envelope and page."""
+
+    n: int  # row number
     id: str
     topic: str
     position: int | None
@@ -150,25 +162,27 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Listing(msgspec.Struct, frozen=True):
+    """Result of `Reports.events`."""
+
     events: list[EventRow]
-    complete: bool  # False: older ones were not looked at
+    complete: bool  # False if older events were not read
 
 
 # -- the port --------------------------------------------------------------------------------------
 
 
 class Reports(Protocol):
-    """Reads for people, inside one transaction. Each uses an index or has a stated bound."""
+    """Queries for operators, inside one transaction. Each uses an index or has a stated bound."""
 
     # -- status and audit --------------------------------------------------------------------------
 
     def standing(self) -> Standing:
-        """All that `status` shows. Reads counters, never counts events."""
+        """Return the figures of `status`. Reads counters and never counts events."""
 
     def sinks(self) -> list[SinkState]: ...
 
     def audit(self, queue: QueueAudit, *, entered: int | None) -> Audit:
-        """Everything that must agree with something else. Slow: it counts whole tables."""
+        """Return figures that must agree with each other. Slow, because it counts whole tables."""
 
     # -- events ------------------------------------------------------------------------------------
 
@@ -186,48 +200,51 @@ class Reports(Protocol):
         limit: int = 50,
         everything: bool = False,
     ) -> Listing:
-        """Newest first (delayed: due next first). Filters without an index look at the newest SCAN
-        events only, unless everything is asked for.
+        """Return events, newest first. Delayed events are sorted by their due time.
+
+        Filters without an index read only the newest SCAN events, unless `everything` is set.
         """
 
     def ids_like(self, prefix: str, most: int = 6) -> list[str]:
-        """Event ids that begin so."""
+        """Return event ids that start with a prefix."""
 
     def traces_like(self, prefix: str, most: int = 6) -> list[str]:
-        """Trace ids that begin so."""
+        """Return trace ids that start with a prefix."""
 
     def of_url(self, key: bytes, most: int) -> list[EventRow]:
-        """Newest first."""
+        """Return the events of a URL, newest first."""
 
     def of_trace(self, trace: str, most: int) -> list[EventRow]:
-        """In the order they were accepted."""
+        """Return the events of a trace, in the order of acceptance."""
 
     def trace_size(self, trace: str) -> int:
-        """At most SCAN."""
+        """Return the number of events of a trace, at most SCAN."""
 
     def history(self, n: int) -> list[Step]: ...
 
     def duplicates_of(self, id_: str, most: int = 20) -> list[tuple[str, str]]:
-        """(event, trace) of what ended as a duplicate of it."""
+        """Return (event id, trace id) of events that ended as duplicates of an event."""
 
     def records_of(self, events: Iterable[int]) -> dict[int, list[tuple[str, str]]] | None:
-        """Event number → (extractor, key) of the records that are still from it. None: too many
-        records to look through.
+        """Return row number -> (extractor, record key) of the current records of these events.
+
+        Return None if the ledger has more than SCAN records.
         """
 
     # -- pages -------------------------------------------------------------------------------------
 
     def page_of_url(self, key: bytes, sizes: Sizes) -> str | None:
-        """The newest page of a URL that is still stored."""
+        """Return the id of the newest page of a URL that is still stored."""
 
     def event_of_page(self, page: str) -> EventRow | None:
-        """The newest event that fetched it, among the newest SCAN."""
+        """Return the newest event that fetched the page, among the newest SCAN events."""
 
     def paged_events(
         self, limit: int, sizes: Sizes, host: str | None = None
     ) -> Iterator[tuple[EventRow, int | None]]:
-        """The newest events that have a page, each page once, with its size (None: retention took
-        it).
+        """Return the newest events with a page, each page once, with the page's size in bytes.
+
+        The size is None if retention deleted the page. Reads the newest SCAN fetched events.
         """
 
     # -- dead letters ------------------------------------------------------------------------------
@@ -247,10 +264,10 @@ class Reports(Protocol):
     def letter_count(self, which: Filter) -> int: ...
 
     def last_letter(self) -> int:
-        """The number of the newest. 0: there is none."""
+        """Return the number of the newest dead letter, or 0 without dead letters."""
 
     def letters_like(self, prefix: str, most: int = 6) -> list[str]:
-        """Events with a letter whose id begins so."""
+        """Return ids that start with a prefix, of events with a dead letter."""
 
     def letter_groups(self, which: Filter, most: int) -> tuple[list[Cause], int]:
-        """(causes, letters in all), the largest cause first."""
+        """Return (causes, number of all dead letters). The largest cause comes first."""

@@ -7,44 +7,50 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
-Tx = TypeVar("Tx", contravariant=True)  # a transaction of the database that has the table
+Tx = TypeVar("Tx", contravariant=True)  # transaction of the database that has the table
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One line of a sink's outbox: its number, and the record as a JSON object with `_penstock`."""
+    """One row of a sink outbox."""
 
-    n: int
-    key: str
-    body: bytes
-    order: int  # acceptance order of its event: a keyed sink never goes back
+    n: int  # row number
+    key: str  # record key
+    body: bytes  # record as a JSON object with `_penstock`
+    order: int  # acceptance order of the event. A keyed sink never replaces a row by an older one.
 
 
 class Reopen(OSError):
-    """Nothing was written; the target is not in the noted state any more (moved, rewritten). Open
-    it again and write then.
+    """The target is no longer in the recorded state, for example because it was moved or rewritten.
+
+    The sink wrote no row. Open the sink again, then write.
     """
 
 
 class Sink(Protocol):
-    """Where records go; writing one twice leaves one. Fed in order by one flusher that holds its
-    lock.
+    """Target of records. One flusher, which holds the sink's lock, writes its rows in order.
+
+    If a row is written twice, the target contains it once.
     """
 
     name: str
-    # what the last open found that somebody should know ("" if nothing): a file that was replaced,
-    # cut or edited
+    # Notice of the last `open` for the operator, for example that a file was replaced, truncated or
+    # edited. "" if there is no notice.
     notice: str
 
     def open(self, position: int, mark: str) -> str:
-        """Bring the target to exactly the state noted after row `position` (truncate to the offset
-        in `mark`). Blocking; may be called again. Returns the mark of the state it is in now; where
-        that is another one, it must be noted before anything is written.
+        """Bring the target exactly into the recorded state after row `position`.
+
+        For example, truncate a file to the offset in `mark`. Return the mark of the target's
+        current state. If that mark differs from `mark`, record it before the first write. Blocking.
+        May be repeated.
         """
 
     def write(self, rows: Sequence[Row]) -> str:
-        """Append or upsert all rows, durable when it returns; returns the new mark (a byte offset,
-        …). Blocking. Raises OSError or StoreUnavailable for an outage of the target: the rows stay
-        in the outbox and are tried again.
+        """Append or upsert all rows. Return the new mark, for example a byte offset.
+
+        Durable when it returns. Blocking. The same rows may be written again after a failure.
+        Raises OSError or StoreUnavailable if the target is unavailable, and Reopen if it was
+        changed. Then the rows stay in the outbox and are written again.
         """
 
     def close(self) -> None: ...
@@ -52,27 +58,34 @@ class Sink(Protocol):
 
 @runtime_checkable
 class FileSink(Sink, Protocol):
-    """A sink whose target is a file that can be cut. On several machines these are several files,
-    and their marks are kept side by side in one.
+    """A sink whose target is a file that can be truncated.
+
+    Several machines write several files. One mark text contains the marks of all these files.
     """
 
     def restore(self, mark: str) -> None:
-        """While it is not open: cut a file that is there to what is noted of it. Makes none, and
-        touches none that `mark` does not know.
+        """Truncate the file to its recorded length. Call this only while the sink is not open.
+
+        Creates no file, and does not change a file that `mark` does not contain.
         """
 
 
 @runtime_checkable
 class TableSink(Sink, Protocol[Tx]):
-    """A sink whose table may lie in a database that is also a store: then it is written in the
-    books' transaction, and needs no outbox.
+    """A sink whose target is a table.
+
+    If the table is in the ledger's database, the ledger's transaction writes the rows directly.
+    Then the sink needs no outbox.
     """
 
     def shares(self, url: str) -> bool:
-        """Is this store's database the table's own?"""
+        """Return True if the table is in the database of the store with this URL."""
 
     def prepare_in(self, tx: Tx) -> None:
-        """Before the first `write_in`. Raises ConfigError: the table is somebody else's."""
+        """Prepare the table in the caller's transaction, before the first `write_in`.
+
+        Raises ConfigError if the table belongs to another program.
+        """
 
     def write_in(self, tx: Tx, rows: Sequence[Row]) -> None:
-        """As `write`, in the caller's transaction."""
+        """Write rows as `write` does, in the caller's transaction. Durable when it commits."""

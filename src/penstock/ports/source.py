@@ -9,146 +9,149 @@ import msgspec
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One change outside, as its source tells it; the source's mapping makes the event of it. Same
-    cause, same id.
+    """One change that a source reports. The source's mapping makes an event from it.
+
+    The same cause has the same id.
     """
 
-    id: str  # minted from the cause: a restart or a replay repeats it
-    url: str | None = (
-        None  # where the source itself knows it; else the mapping's, else payload["url"]
-    )
-    base: str | None = None  # what a relative URL is relative to, whoever gave it
-    cause: str = ""  # for people: an LSN, an entry's id
-    payload: dict[
-        str, Any
-    ] = {}  # what mappings and hooks are given, and what extractors find in `event.data`
-    at: float | None = None  # when it happened outside
-    # what came was no change that can be read, and why: a dead letter with the payload, whatever
-    # the mapping says
+    id: str  # id minted from the cause, so that it is the same after a restart or a replay
+    # URL, if the source knows it. Otherwise the mapping gives it, or else payload["url"].
+    url: str | None = None
+    base: str | None = None  # base of a relative URL, also of a URL from the mapping
+    cause: str = ""  # description for operators: an LSN, the id of an entry
+    payload: dict[str, Any] = {}  # data for mappings and hooks, and `event.data` of extractors
+    at: float | None = None  # time of the change outside
+    # Reason why the input cannot be read as a change. Then the finding becomes a dead letter with
+    # the payload, independent of the mapping.
     refused: str = ""
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found in one piece, at most a few thousand, and where reading goes on after it."""
+    """Findings that are accepted together, at most a few thousand, and the cursor after them."""
 
     findings: Sequence[Finding] = ()
-    cursor: bytes | None = None  # None: the position stays
-    idle: bool = False  # there is nothing more to read now
-    lag: float | None = (
-        None  # seconds between what is read and what is there, where the source knows
-    )
-    backlog: int | None = (
-        None  # what is there and not read (bytes, messages, rows), where the source knows
-    )
+    cursor: bytes | None = None  # cursor after the batch, None if it stays unchanged
+    idle: bool = False  # True if all current input is read
+    lag: float | None = None  # seconds between the newest input and the input read, if known
+    backlog: int | None = None  # unread input (bytes, messages or rows), if known
 
 
 class Source(Protocol):
-    """Opened without I/O (mistakes in its URL and options are ConfigError then); all else happens
-    in `read`, `preview` and `place`.
+    """A source of findings.
 
-    Run-time trouble is raised as errors.SourceDown, model.Failure or StoreUnavailable: the reader
-    says so, waits, and calls `read` again.
+    A source is opened without I/O. Opening raises ConfigError if its URL or options are wrong. I/O
+    happens in `read`, `preview` and `place`.
+
+    At run time these raise errors.SourceDown, model.Failure or StoreUnavailable. Then the reader
+    reports the error, waits, and calls `read` again.
     """
 
     name: str
-    every: (
-        float | None
-    )  # seconds between two rounds of `read`; None: `read` goes on for ever, or there is only one round
-    served: (
-        bool  # it is told by requests (role `serve`) instead of looking, and `read` is never called
-    )
+    # Seconds between two rounds of `read`. None if `read` does not end, or has only one round.
+    every: float | None
+    served: bool  # True if requests (role `serve`) bring the findings. Then `read` is never called.
 
     def read(self, cursor: bytes | None) -> AsyncGenerator[Batch, None]:
-        """From the cursor on (None: from the beginning). A repeated finding carries the same id.
+        """Yield batches from the cursor on, or from the beginning if the cursor is None.
 
-        When the generator is resumed, everything it yielded before is accepted and durable, and so
-        is the cursor: only then may it acknowledge outside. Closed instead, it acknowledges nothing
-        of its last batch. It yields at least every few seconds, if need be an empty batch.
-        Returning ends a round.
+        When the generator is resumed, all earlier batches are accepted and durable, and so is the
+        cursor. Only then may the generator acknowledge a batch outside. If it is closed instead, it
+        does not acknowledge its last batch. Findings may repeat, with the same id.
+
+        Yield at least every few seconds, even if the batch is empty. A return ends the round.
         """
 
     def due(self, now: float) -> float | None:
-        """When to look again, where the source knows better than `every` (a feed's ttl,
-        Retry-After); None: it does not.
+        """Return the time of the next round, or None if `every` applies.
+
+        A source may know a better time, for example from a feed's ttl or from Retry-After.
         """
 
     async def preview(self, cursor: bytes | None, limit: int) -> Sequence[Finding]:
-        """What `read` would find next, without any effect outside."""
+        """Return up to `limit` findings that `read` would report next. No effects outside."""
 
     async def place(self, to: str) -> bytes | None:
-        """The cursor for what a person calls a position (`now`, an offset, a time); `start` is None
-        everywhere and not asked for. Raises UsageError.
+        """Return the cursor for an operator's text: `now`, an offset or a time.
+
+        The text `start` means None for every source and is not passed to this method. Raises
+        UsageError if the source does not have the position.
         """
 
     def describe(self, cursor: bytes | None) -> str:
-        """The position in words."""
+        """Return the cursor in words, for operators."""
 
     async def close(self) -> None: ...
 
 
 class SourceState(msgspec.Struct, frozen=True):
-    """What the books know of a source."""
+    """State of a source in the ledger."""
 
     name: str
-    url: str  # without its secrets
-    paused: str | None  # why, if it is
-    generation: int  # of its position: a reset begins the next
-    worker: str | None  # who reads it
-    settled_at: float | None  # when there was last nothing left to read
-    looked_at: float | None
-    next_at: float | None
-    event_at: float | None  # the last new event
-    events: int
-    known: int  # findings whose id was in the books already
-    skipped: int  # passed over by `where` or a hook
-    refused: int  # made no event; they are dead letters of stage `source`
+    url: str  # URL without its secrets
+    paused: str | None  # reason of the pause, None if the source is not paused
+    generation: int  # generation of the cursor. A reset starts a new generation.
+    worker: str | None  # worker that reads the source
+    settled_at: float | None  # time at which all input was last read
+    looked_at: float | None  # time of the reader's last update
+    next_at: float | None  # time of the next round
+    event_at: float | None  # time of the last new event
+    events: int  # findings that became new events
+    known: int  # findings whose id was already in the ledger
+    skipped: int  # findings that `where` or a hook skipped
+    refused: int  # findings that became dead letters of stage `source` and not events
     error: str | None
     error_at: float | None
-    lag: float | None
-    backlog: int | None
-    position: str | None  # in words
+    lag: float | None  # seconds
+    backlog: int | None  # unread input (bytes, messages or rows)
+    position: str | None  # cursor in words
 
 
 class ServedSource(Protocol):
-    """A source that is told rather than asked: `serving` calls it for each request to its path. No
-    cursor, no rounds, no I/O.
+    """A source that gets its findings from HTTP requests.
+
+    The HTTP server calls it for each request to its path. It has no cursor, no rounds and no I/O.
     """
 
     name: str
-    path: str  # of its endpoint
+    path: str  # path of the endpoint
     served: bool
-    signed: str  # by what its senders are known; "" where by nothing
-    local: bool  # serves this machine only
-    max_body: int
-    rate: float  # requests a second
-    burst: int
+    signed: str  # signature scheme of the requests, "" if they are unsigned
+    local: bool  # True if only requests from this machine are accepted
+    max_body: int  # bytes
+    rate: float  # requests per second
+    burst: int  # requests
 
     def screen(self, method: str, headers: Mapping[str, Sequence[str]]) -> None:
-        """All that can be said before the body is read. Raises errors.RequestRefused."""
+        """Check a request before its body is read. Raises errors.RequestRefused."""
 
     def findings(
         self, method: str, headers: Mapping[str, Sequence[str]], body: bytes, now: float
     ) -> Sequence[Finding]:
-        """What the request tells, all of it or errors.RequestRefused; never anything else, whatever
-        the bytes.
+        """Return all findings of a request.
+
+        Raises errors.RequestRefused if the request is not valid. Raises no other exception, for any
+        body.
         """
 
 
 class SlotInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server keeps so that a reader misses nothing, and what that costs it."""
+    """A replication slot: the server keeps its log for a reader, and how much log that is."""
 
     name: str
-    own: bool  # of the source that was asked; others are shown because they cost the same disk
-    active: bool  # somebody reads it now
-    position: str  # what was confirmed
-    behind: int  # bytes of log after that
-    held: int  # bytes of log that the server must keep for it
-    status: str  # the server's word: reserved, extended, unreserved, lost
+    # True if the slot belongs to this source. Other slots are listed because they use the same
+    # disk.
+    own: bool
+    active: bool  # True if a client reads the slot now
+    position: str  # last confirmed position
+    behind: int  # bytes of log after that position
+    held: int  # bytes of log that the server must keep for the slot
+    status: str  # status in the server's words: reserved, extended, unreserved, lost
 
 
 class Slotted(Protocol):
-    """A source with a slot on its server; `penstock sources slots` asks for this by its methods.
-    Raises SourceDown.
+    """A source with a replication slot on its server, for `penstock sources slots`.
+
+    Its methods raise SourceDown if the server cannot be used.
     """
 
     async def slots(self) -> Sequence[SlotInfo]: ...
@@ -156,7 +159,7 @@ class Slotted(Protocol):
     async def create_slot(self) -> SlotInfo: ...
 
     async def drop_slot(self) -> bool:
-        """False: there was none."""
+        """Drop the source's slot. Return False if the slot does not exist."""
 
 
 class SourceNote(TypedDict, total=False):
@@ -177,9 +180,10 @@ class Sources(Protocol):
     """State and cursors of sources in the ledger, inside one transaction."""
 
     def cursor(self, name: str) -> bytes | None:
-        """Return the durable position of a source."""
+        """Return the cursor of a source, or None for the beginning."""
 
-    def move_cursor(self, name: str, body: bytes | None, now: float) -> None: ...
+    def move_cursor(self, name: str, body: bytes | None, now: float) -> None:
+        """Set the cursor of a source. Durable when the transaction commits."""
 
     def declare(self, name: str, url: str) -> None:
         """Insert the source, or update its URL."""
@@ -201,4 +205,4 @@ class Sources(Protocol):
         """Pause a source, or resume it if `reason` is None."""
 
     def reset(self, name: str) -> None:
-        """Start a new generation: an operator set the position, and its reader starts there."""
+        """Start a new generation. An operator set the cursor, and the reader starts there."""

@@ -1,4 +1,4 @@
-"""Transactions: everything that becomes true together is written by one `work(tx)`."""
+"""Transactions of the ledger. One `work(tx)` writes all changes that belong together."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ T = TypeVar("T")
 
 
 class Durability(enum.Enum):
-    """What a committed transaction survives. All levels survive a killed process."""
+    """Durability of a committed transaction. All levels survive a killed process."""
 
-    RELAXED = "relaxed"  # a power cut may lose it
-    CONFIGURED = "configured"  # as the operator's option `durability` says
-    FSYNC = "fsync"  # a power cut does not lose it
+    RELAXED = "relaxed"  # a power cut may lose the transaction
+    CONFIGURED = "configured"  # the level of the operator's option `durability`
+    FSYNC = "fsync"  # a power cut does not lose the transaction
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,10 @@ class Transaction:
 
 
 class UnitOfWork(Protocol):
-    """The only way to change the ledger.
+    """Runs transactions. All changes of the ledger use it.
 
-    `work` is synchronous. It may run on another thread, and it may run twice, so it has no effect
-    outside `tx` and returns plain data.
+    `work` is synchronous. It may run on another thread, and it may run twice. So `work` has no
+    effect outside `tx` and returns plain data.
     """
 
     async def write(
@@ -67,23 +67,27 @@ class UnitOfWork(Protocol):
     ) -> T:
         """Run `work` in a transaction, and return its result after the commit.
 
-        Raises StoreUnavailable. Then nothing was written.
+        Durable when it returns, at the level of `durability`. `work` may run twice. Raises
+        StoreUnavailable if the store does not accept the write. Then the store is unchanged.
         """
 
     async def read(self, work: Callable[[Transaction], T]) -> T:
-        """Run `work` on committed data. It must not write."""
+        """Run `work` on committed data. `work` must not write."""
 
     def write_now(self, work: Callable[[Transaction], T]) -> T:
         """Run `work` as `write` does, for commands without an event loop."""
 
     def snapshot(self, work: Callable[[Transaction], T]) -> T:
-        """Run `work` on the data of one moment, for commands without an event loop."""
+        """Run `work` on the data of one moment, for commands without an event loop.
+
+        `work` must not write.
+        """
 
 
 class StoreFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What this machine gives a store that lies in a file."""
+    """Facts about this machine that matter for a store in a file."""
 
-    sqlite: tuple[int, ...]  # its version
-    wal_reset_bug: bool
-    file_system: str  # "" where nobody knows
-    network: bool  # that file system is on another machine
+    sqlite: tuple[int, ...]  # version of SQLite
+    wal_reset_bug: bool  # this version has the WAL reset bug
+    file_system: str  # type of the file system, "" if unknown
+    network: bool  # the file system is on another machine

@@ -1,4 +1,4 @@
-"""All topics of a pipeline, on whichever brokers they are."""
+"""All topics of a pipeline, on all its brokers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from penstock.ports.broker import Capabilities, Out, Stats, Subscription, TopicS
 
 
 class Topics(Protocol):
-    """What workers and commands use of the brokers, outside the ledger's transaction."""
+    """Brokers as workers and commands use them, outside the ledger's transaction."""
 
-    def caps_of(self, topic: str) -> Capabilities: ...
+    def caps_of(self, topic: str) -> Capabilities:
+        """Return the features of the topic's broker."""
 
     def subscribe(self, topic: str, group: str, *, owner: str, lease: float) -> Subscription: ...
 
@@ -19,12 +20,15 @@ class Topics(Protocol):
         """Wake receivers of this process that wait for these topics."""
 
     async def ensure(self, topology: Sequence[TopicSpec]) -> Sequence[str]:
-        """Declare topics. Return differences from the configuration, in sentences."""
+        """Declare topics, as `Broker.ensure` does. May be repeated.
+
+        Return differences from the configuration, in sentences.
+        """
 
     async def stats(self, topic: str, group: str) -> Stats: ...
 
     async def partitions(self, topic: str, group: str) -> list[dict[str, object]]:
-        """Return the lag of each partition, or nothing if the broker has no partitions."""
+        """Return the lag of each partition, or an empty list if the broker has no partitions."""
 
     async def peek(self, topic: str, limit: int) -> Sequence[Out]: ...
 
@@ -38,6 +42,9 @@ class Topics(Protocol):
         since: float,
         offsets: Mapping[int, int] | None = None,
     ) -> int:
-        """Deliver to `group` again what was published since then. `offsets` is for Kafka only."""
+        """Deliver messages published since `since` to `group` again. Return how many.
+
+        `offsets` (partition -> offset) is for Kafka only.
+        """
 
     async def close(self) -> None: ...
