@@ -182,9 +182,9 @@ async def test_any_bytes_give_the_same_findings_for_any_chunk_size(
     body = b"url,b\n" + b"".join(rng.choices(pieces, k=4000))
     for name in ("a.txt", "a.csv", "a.jsonl"):
         (tmp_path / name).write_bytes(body)
-        monkeypatch.setattr("penstock.sources.seeds.source.lines.CHUNK", 1 << 20)
+        monkeypatch.setattr("penstock.sources.seeds.lines.CHUNK", 1 << 20)
         complete, _ = await read(source(tmp_path, f"seeds:{name}", max_line=2000))
-        monkeypatch.setattr("penstock.sources.seeds.source.lines.CHUNK", rng.randrange(500, 5000))
+        monkeypatch.setattr("penstock.sources.seeds.lines.CHUNK", rng.randrange(500, 5000))
         parts: list[Finding] = []
         cursor: bytes | None = None
         while True:
@@ -726,7 +726,7 @@ async def test_a_missing_bucket_and_an_unreachable_server_have_different_errors(
 async def test_an_outage_inside_an_object_is_an_error_and_the_object_is_continued(
     tmp_path: Path, place: str, server: Callable[[str], Handle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.sources.seeds.source.lines.CHUNK", 20_000)
+    monkeypatch.setattr("penstock.sources.seeds.lines.CHUNK", 20_000)
     put(place, "a.txt", lines(0, 10_000).encode())
     put(place, "b.txt", lines(10_000, 10_001).encode())
     seeds = source(tmp_path, "seeds+" + place)

@@ -356,7 +356,7 @@ class GroupReader:
             self._metadata_accepted = False
             _log.warning(
                 "Kafka rejected the commit metadata of %s:"
-                " after a crash, messages settled out of request will be redelivered",
+                " after a crash, messages settled out of order will be redelivered",
                 self.plan.topic,
             )
         self._commit_waiters = waiting + self._commit_waiters
