@@ -482,7 +482,7 @@ class SqsBroker:
     async def replay(self, topic: str, group: str, *, since: float) -> int:
         raise ConfigError(
             "SQS keeps no history to replay",
-            hint="use `penstock dlq redrive` for dead letters, `penstock push --force` for URLs",
+            hint="use `penstock dlq retry` for dead letters, `penstock push --force` for URLs",
         )
 
 
