@@ -24,7 +24,7 @@ class RobotsCache(Protocol):
         """Cache a robots.txt until a time. Replaces the entry of the origin. May be repeated."""
 
     def exempt(self, host: str) -> bool:
-        """Return True if a recorded exception allows requests against this host's robots.txt.
+        """Return True if a recorded exception exists, so that robots.txt is not obeyed.
 
         Reads a local copy that is at most 100 ms old.
         """
