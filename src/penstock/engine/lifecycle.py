@@ -291,7 +291,7 @@ class Lifecycle:
     def _write_records(
         self, tx: Transaction, ends: Sequence[End], delta: Mapping[str, Counter[str]]
     ) -> None:
-        """Append new and changed records to the outboxes of their sinks."""
+        """Compare records with earlier ones, and append the records to send to the outboxes."""
         s = self.settings
         lines = tx.outbox.diff(
             [(end, self._url_key(end.event.url)) for end in ends],

@@ -79,9 +79,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     per_key: int | None = None  # deliveries of one host key in one `receive`, None for no limit
     max_age: float = 7 * 86400.0  # seconds since acceptance, after which a failed event is dead
     inline_max: int = 0  # bytes of the largest body that is sent inside its `pages` message
-    message_max: int | None = (
-        None  # bytes of the largest message that the broker of `pages` accepts
-    )
+    message_max: int | None = None  # bytes of the largest message on `pages`, None for no limit
 
 
 class Worker:
@@ -202,9 +200,8 @@ class Worker:
         self._turns.clear()
         for reslotting in list(self._reslotting):
             reslotting.cancel()
-        if (
-            waiting
-        ):  # the ledger has no start of these deliveries, so releasing the leases is enough
+        # The ledger has no start of these deliveries, so releasing the leases is enough.
+        if waiting:
             await self._insist(
                 lambda: self.sub.settle([(item.delivery, Release()) for item in waiting])
             )

@@ -34,7 +34,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     # Messages of one key do not delay other keys, even without `per_key`. If False, messages are
     # delivered in the order of publication.
     fair_keys: bool = True
-    # Bytes of any body that the broker always accepts. None if the limit is above all our messages.
+    # Bytes of any body that the broker always accepts. None if it accepts all messages of Penstock.
     max_body: int | None = None
 
 
@@ -142,8 +142,8 @@ class Broker(Protocol):
     async def ensure(self, topology: Sequence[TopicSpec]) -> Sequence[str]:
         """Declare topics and groups. May be repeated.
 
-        Return differences between existing topics and the declaration, in sentences. Existing
-        topics are never changed silently.
+        Return differences between existing topics and the declaration, in sentences. A broker may
+        update limits such as `max_depth`. It never changes other properties silently.
         """
 
     async def publish(self, batch: Sequence[Out]) -> Sequence[Published]:

@@ -45,7 +45,8 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
 class Admitted(msgspec.Struct, kw_only=True):
     """Decision of the admission about a delivery."""
 
-    # "settled" if the event is a duplicate, delayed or ended. Then its delivery is settled.
+    # "settled" if the event is a duplicate, delayed or ended, or if the message is invalid. Then
+    # the delivery is settled.
     verdict: Literal["go", "settled"]
     row: int = 0  # row number of the event in the ledger, used again in End
     # Fence of the event if it was pending. Then `begin` counts the start without reading the row.

@@ -24,7 +24,7 @@ class RobotsCache(Protocol):
         """Cache a robots.txt until a time. Replaces the entry of the origin. May be repeated."""
 
     def exempt(self, host: str) -> bool:
-        """Return True if a recorded exception allows requests against this host's robots.txt.
+        """Return True if the host's robots.txt is not obeyed because of a recorded exception.
 
         Reads a local copy that is at most 100 ms old.
         """
@@ -50,7 +50,7 @@ class Pace(Protocol):
         """
 
     async def crawl_delay(self, host: str, seconds: float | None) -> None:
-        """Set the seconds between two requests that robots.txt requests, or None for no wish.
+        """Set the crawl delay of robots.txt in seconds, or None if it has no crawl delay.
 
         It applies to every worker from the next reservation on.
         """

@@ -91,7 +91,7 @@ class SourceState(msgspec.Struct, frozen=True):
     paused: str | None  # reason of the pause, None if the source is not paused
     generation: int  # generation of the cursor. A reset starts a new generation.
     worker: str | None  # worker that reads the source
-    settled_at: float | None  # time at which all input was last read
+    settled_at: float | None  # time at which the reader was last idle: all input read, or an error
     looked_at: float | None  # time of the reader's last update
     next_at: float | None  # time of the next round
     event_at: float | None  # time of the last new event
@@ -135,7 +135,7 @@ class ServedSource(Protocol):
 
 
 class SlotInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A replication slot: the server keeps its log for a reader, and how much log that is."""
+    """A replication slot. The server keeps its log until the slot's reader has confirmed it."""
 
     name: str
     # True if the slot belongs to this source. Other slots are listed because they use the same
