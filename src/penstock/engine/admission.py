@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from penstock.engine.claim_session import Claims, ClaimSession
+from penstock.engine.publishing import state_of
 from penstock.engine.settings import LifecycleSettings
-from penstock.engine.unit_of_work import state_of
 from penstock.errors import BadEnvelope
 from penstock.model import Ack, Dead, Event, Outcome, Release, Retry, mint
 from penstock.ports import (

@@ -13,8 +13,8 @@ from functools import partial
 import msgspec
 
 from penstock.engine.claim_session import Claims, ClaimSession
+from penstock.engine.publishing import message_for, publish, requeue
 from penstock.engine.settings import LifecycleSettings
-from penstock.engine.unit_of_work import message_for, publish, requeue
 from penstock.model import (
     Ack,
     Dead,

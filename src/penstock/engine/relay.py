@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from penstock.engine.maintenance import abandon
-from penstock.engine.unit_of_work import message_for, publish
+from penstock.engine.publishing import message_for, publish
 from penstock.errors import PenstockError
 from penstock.model import Ack, Outcome, Release, Retry, decode_event
 from penstock.ports import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from penstock.engine.maintenance import abandon
-from penstock.engine.unit_of_work import requeue
+from penstock.engine.publishing import requeue
 from penstock.model import Event, decode_event
 from penstock.ports import Clock, Topics, Transaction, UnitOfWork
 
