@@ -92,7 +92,7 @@ class Place(Ground):
             consumer.close()
 
     def upserted(self, topic: str) -> dict[str, Any]:
-        """Return the last payload per key, without removed keys, as a sink connector writes them."""
+        """Return the last payload per key, without removed keys, as a sink connector does."""
         rows: dict[str, Any] = {}
         for m in self.messages(topic):
             key = json.dumps(json.loads(m.key())["payload"])
