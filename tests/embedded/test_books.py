@@ -1415,7 +1415,7 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: any(self.begun))
     @rule(w=workers)
     def lose_the_lease_to_another(self, w: int) -> None:
-        """Let a worker hang until its lease expires and another worker takes over. Then it continues."""
+        """Let a worker hang until another worker takes over its events. Then it continues."""
         self.pass_time(31.0)
         self.start((w + 1) % 3, 5)
 
@@ -1493,7 +1493,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def an_end_is_an_end(self) -> None:
-        """Check I2: only a redrive reopens a dead event, and only a dead owner reopens a duplicate."""
+        """Check I2: only a redrive reopens a dead event, only a dead owner a duplicate."""
         now = dict(
             self.rig.sql(
                 "SELECT id, status FROM event WHERE status IN ('success','dead','duplicate')"

@@ -87,7 +87,7 @@ class ApartRig(Rig):
         )
 
     def assert_queued(self) -> None:
-        """Check that every open event has a message in the broker or a row in the outgoing table."""
+        """Check that every open event has a message in the broker or an outgoing row."""
         with_message = {
             id_
             for (id_,) in self.line.db.read_now(
