@@ -1,6 +1,4 @@
-"""The books: what becomes true together, in what order, and that it adds up after every single
-step.
-"""
+"""Ledger transactions on the embedded store: order, atomicity, and counters after every step."""
 
 from __future__ import annotations
 
@@ -48,8 +46,8 @@ UNLIMITED = pace.Limits(rate=None)
 
 
 class Ground:
-    """What a rig stands on: the embedded store. Another store's tests put a ground of their own
-    under the same sentences.
+    """Store of a rig: the embedded store. The tests of another store replace it by a subclass and
+    run the same tests.
     """
 
     def store(self) -> Any:
@@ -73,7 +71,7 @@ class Ground:
         return [row[1] for row in r.sql(f"PRAGMA table_info({table})")]
 
     def assert_queued(self, r: Rig) -> None:
-        """What is noted beside the queue is what is in it."""
+        """Check that the counts of the queue tables equal the rows of the queue."""
         for gid, *noted in r.sql("SELECT id, ready, leased, delayed FROM grp"):
             found = dict(r.sql("SELECT state, count(*) FROM queue WHERE grp=? GROUP BY state", gid))
             assert noted == [found.get(state, 0) for state in range(3)]
@@ -89,8 +87,8 @@ class Ground:
 
 
 class Rig:
-    """Everything that is open on one store, and a worker's moves by hand. `other` is a second
-    worker on the same store.
+    """All parts of one worker on one store. A test calls each step of the worker. `other` returns
+    a second worker on the same store.
     """
 
     ground: ClassVar[Ground] = Ground()
@@ -178,7 +176,7 @@ class Rig:
         fetches: bool = True,
         event: Event | None = None,
     ) -> list[Held]:
-        """Those that may go on."""
+        """Admit deliveries, and return those with the verdict `go`."""
         got = await self.receive() if deliveries is None else deliveries
         pairs: list[tuple[Delivery, Event | BadEnvelope]] = []
         for d in got:
@@ -195,7 +193,7 @@ class Rig:
         ]
 
     async def begin(self, held: Sequence[Held], *, writing: bool = False) -> list[Begun]:
-        """Those that were begun."""
+        """Record starts, and return the deliveries that were started."""
         fences = await self.admission.begin(
             held, asks=[a.slot > 0 and not a.page for _, _, a in held], writing=writing
         )
@@ -203,7 +201,7 @@ class Rig:
         return [(*h, fence) for h, fence in zip(held, fences, strict=True) if fence is not None]
 
     async def start(self, *ids: str) -> list[Begun]:
-        """From the queue to a running handler."""
+        """Receive, admit and start deliveries."""
         begun = await self.begin(await self.admit())
         if ids:
             assert [e.id for _, e, _, _ in begun] == list(ids)
@@ -267,7 +265,7 @@ class Rig:
         queued = "SELECT m.id FROM queue q JOIN message m ON m.seq=q.seq"
         assert (
             self.sql(f"SELECT id FROM event WHERE status IN {OPEN} AND id NOT IN ({queued})") == []
-        ), "an open event that nothing will bring back is lost"
+        ), "every open event needs a message that will be delivered"
 
     def lines(self) -> list[dict[str, Any]]:
         return [
@@ -288,8 +286,8 @@ def record(key: str = "a", price: int = 1, index: int = 0) -> Record:
 
 
 def assert_books_balance(r: Rig) -> None:
-    """I10 and what it rests on: every counter is the number of rows it stands for, and no open
-    event is without a message that will bring it back.
+    """Check I10: every counter equals the number of its rows, and every open event has a message
+    that will be delivered.
     """
     counters = {
         (t, s): n for t, s, n in r.sql("SELECT topic, name, n FROM counter") if s in STATES and n
@@ -307,11 +305,11 @@ def assert_books_balance(r: Rig) -> None:
     assert (
         r.sql("SELECT d.event FROM dead d JOIN event e ON e.id=d.event WHERE e.status<>'dead'")
         == []
-    ), "a letter of an event that is not dead"
+    ), "every dead letter belongs to a dead event"
     for sink, next_, flushed in r.sql("SELECT id, next, flushed FROM sink"):
         assert [n for (n,) in r.sql("SELECT n FROM outbox WHERE sink=? ORDER BY n", sink)] == list(
             range(flushed + 1, next_)
-        ), "dense, from where the flusher is"
+        ), "outbox numbers have no gap after the flushed row"
 
 
 async def changes(rig: Rig) -> list[tuple[int, bytes]]:
@@ -326,9 +324,9 @@ def rig(tmp_path: Path) -> Rig:
 # -- intake ----------------------------------------------------------------------------------------
 
 
-async def test_an_end_whose_start_was_forgotten_gives_its_message_back(rig: Rig) -> None:
-    """A database server that dies may forget a commit that was not synced, while the worker lives
-    on with what it began.
+async def test_an_end_whose_start_was_lost_is_refused_and_its_message_is_released(rig: Rig) -> None:
+    """A crash of the database server may lose a commit that was not synced. The worker still runs
+    the handler that it started.
     """
     await rig.accept("e1")
     (begun,) = await rig.start("e1")
@@ -348,14 +346,14 @@ async def test_an_end_whose_start_was_forgotten_gives_its_message_back(rig: Rig)
     assert await rig.conclude(again, "success", body=b"x")
 
 
-async def test_the_same_id_twice_is_one_event(rig: Rig) -> None:
+async def test_accepting_the_same_id_twice_creates_one_event(rig: Rig) -> None:
     assert await rig.accept("e1", "e1") == ["new", "known"]
     assert await rig.accept("e1", "e2", url=URL + "0") == ["known", "new"]
     assert len(await rig.receive()) == 2
     assert rig.count("pending") == 2
 
 
-async def test_an_event_that_ended_is_still_known(rig: Rig) -> None:
+async def test_an_ended_event_is_still_known_and_not_queued_again(rig: Rig) -> None:
     await rig.accept("e1")
     (begun,) = await rig.start()
     await rig.succeed(begun)
@@ -363,7 +361,7 @@ async def test_an_event_that_ended_is_still_known(rig: Rig) -> None:
     assert await rig.receive() == []
 
 
-async def test_a_full_pipeline_says_so_and_takes_more_when_something_ends(tmp_path: Path) -> None:
+async def test_a_full_pipeline_answers_full_until_an_event_ends(tmp_path: Path) -> None:
     rig = Rig(tmp_path, max_pending=2)
     assert await rig.accept("e1", "e1", "e2", "e3", url=URL) == ["new", "known", "new", "full"]
     first, second = await rig.admit()
@@ -375,9 +373,7 @@ async def test_a_full_pipeline_says_so_and_takes_more_when_something_ends(tmp_pa
     assert second[1].id == "e2"
 
 
-async def test_the_cursor_moves_with_the_events_and_only_when_none_was_refused(
-    tmp_path: Path,
-) -> None:
+async def test_the_cursor_moves_only_if_no_event_of_the_batch_was_refused(tmp_path: Path) -> None:
     rig = Rig(tmp_path, max_pending=1)
 
     async def moved(*ids: str, to: bytes) -> bytes | None:
@@ -386,11 +382,13 @@ async def test_the_cursor_moves_with_the_events_and_only_when_none_was_refused(
 
     assert await moved("e1", to=b"1") == b"1"
     assert await moved("e1", "e2", to=b"2") == b"1"
-    assert await moved("e1", to=b"3") == b"3", "what is known already was accepted once"
+    assert await moved("e1", to=b"3") == b"3", (
+        "a known event was accepted before and is not refused"
+    )
     assert await moved(to=b"4") == b"4"
 
 
-async def test_push_waits_for_room_and_refuses_what_is_no_url(tmp_path: Path) -> None:
+async def test_push_waits_while_the_queue_is_full_and_refuses_a_bad_url(tmp_path: Path) -> None:
     rig = Rig(tmp_path, max_pending=2)
     pushing = asyncio.ensure_future(
         push(rig.lifecycle, [URL + str(i) for i in range(3)] + ["mailto:x"], clock=rig.clock)
@@ -406,9 +404,7 @@ async def test_push_waits_for_room_and_refuses_what_is_no_url(tmp_path: Path) ->
     assert (short.new, short.refused[0][1]) == (1, "the queue is full")
 
 
-async def test_an_event_published_past_intake_is_taken_into_the_books_when_it_arrives(
-    rig: Rig,
-) -> None:
+async def test_an_event_that_bypassed_intake_enters_the_ledger_at_admission(rig: Rig) -> None:
     await rig.accept("e1")
     (begun,) = await rig.start("e1")
     await rig.succeed(begun)
@@ -424,7 +420,9 @@ async def test_an_event_published_past_intake_is_taken_into_the_books_when_it_ar
         ]
     )
     assert await rig.admit() == []
-    assert rig.status("x1") == "delayed", "it arrived later than the GET: it may tell of a change"
+    assert rig.status("x1") == "delayed", (
+        "the event arrived after the GET, so the page may have changed"
+    )
     assert rig.row("x1")["accepted_at"] == rig.clock.now()
 
 
@@ -439,7 +437,7 @@ async def test_an_event_published_past_intake_is_taken_into_the_books_when_it_ar
         encode_event(event_of(URL, id_="e"))[:-1],
     ],
 )
-async def test_an_unreadable_envelope_is_a_dead_letter_never_acked_away_and_never_stuck(
+async def test_an_unreadable_envelope_becomes_a_dead_letter_and_is_not_redelivered(
     rig: Rig, body: bytes
 ) -> None:
     await rig.broker.publish(
@@ -453,14 +451,14 @@ async def test_an_unreadable_envelope_is_a_dead_letter_never_acked_away_and_neve
     assert await rig.receive() == []
     assert rig.count("unreadable") == 1
     ((letter,),) = rig.sql("SELECT event FROM dead")
-    assert await rig.dead_letters.redrive([letter]) == 0, "there is no event to drive"
+    assert await rig.dead_letters.redrive([letter]) == 0, "the ledger has no event to redrive"
     assert await rig.dead_letters.drop([letter]) == 1
 
 
-# -- the usual way ---------------------------------------------------------------------------------
+# -- the usual path --------------------------------------------------------------------------------
 
 
-async def test_the_usual_way_of_an_event_is_told_row_by_row(rig: Rig) -> None:
+async def test_a_successful_event_is_recorded_in_its_row_history_outbox_and_page(rig: Rig) -> None:
     await rig.accept("e1")
     accepted = rig.clock.now()
     rig.clock.advance(1.0)
@@ -513,9 +511,7 @@ async def test_the_usual_way_of_an_event_is_told_row_by_row(rig: Rig) -> None:
     assert await rig.receive() == []
 
 
-async def test_a_failure_that_is_retried_costs_an_attempt_and_a_release_or_a_park_none(
-    rig: Rig,
-) -> None:
+async def test_a_charged_retry_costs_an_attempt_and_a_release_or_park_does_not(rig: Rig) -> None:
     await rig.accept("e1")
     for outcome, more, attempts in (
         ("retry", {"until": rig.clock.now() + 5, "reason": "HTTP 502"}, 1),
@@ -537,7 +533,7 @@ async def test_a_failure_that_is_retried_costs_an_attempt_and_a_release_or_a_par
     assert (await rig.admit())[0][2].attempts == 2
 
 
-async def test_once_the_ledger_knows_the_page_nobody_fetches_it_again(rig: Rig) -> None:
+async def test_an_event_with_a_stored_page_is_admitted_with_the_page_and_no_slot(rig: Rig) -> None:
     await rig.accept("e1")
     (begun,) = await rig.start()
     await rig.conclude(begun, "retry", body=b"<html>", until=rig.clock.now() + 1)
@@ -545,10 +541,10 @@ async def test_once_the_ledger_knows_the_page_nobody_fetches_it_again(rig: Rig) 
     (held,) = await rig.admit()
     assert held[2].page == page_id(b"<html>")
     assert msgspec.msgpack.decode(held[2].page_meta, type=PageMeta).size == 6
-    assert held[2].slot == 0.0, "and no slot of the host is spent on it"
+    assert held[2].slot == 0.0, "no slot of the host is reserved"
 
 
-async def test_a_handover_goes_on_in_the_next_topic_with_the_event_still_open(rig: Rig) -> None:
+async def test_a_handover_continues_an_open_event_in_the_next_topic(rig: Rig) -> None:
     await rig.accept("e1")
     (begun,) = await rig.start()
     await rig.conclude(
@@ -571,7 +567,7 @@ async def test_a_handover_goes_on_in_the_next_topic_with_the_event_still_open(ri
     assert rig.status("e1") == "success"
 
 
-async def test_a_hand_over_to_a_full_topic_is_an_outage_and_not_a_loss(rig: Rig) -> None:
+async def test_a_handover_to_a_full_topic_raises_and_the_event_stays_in_flight(rig: Rig) -> None:
     await rig.broker.ensure([TopicSpec(name="pages", max_depth=1)])
     await rig.accept("e1")
     await rig.accept("e2", url=URL + "2")
@@ -590,7 +586,7 @@ async def test_a_hand_over_to_a_full_topic_is_an_outage_and_not_a_loss(rig: Rig)
 # -- fencing and crashes ---------------------------------------------------------------------------
 
 
-async def test_a_dead_workers_work_comes_back_at_once_and_counts_as_a_start(
+async def test_reclaim_releases_the_events_of_a_killed_worker_and_counts_its_starts(
     rig: Rig, tmp_path: Path
 ) -> None:
     await rig.accept("e1")
@@ -599,7 +595,7 @@ async def test_a_dead_workers_work_comes_back_at_once_and_counts_as_a_start(
     await rig.begin([first])
     with WorkerSign(tmp_path, "w1"):
         assert await rig.maintenance.reclaim(tmp_path) == []
-    (tmp_path / "w1.alive").write_text("")  # as a killed process leaves it
+    (tmp_path / "w1.alive").write_text("")  # a killed process leaves this file
     survivor = rig.other()
     assert await survivor.maintenance.reclaim(tmp_path) == ["w1"]
     assert_books_balance(rig)
@@ -610,7 +606,7 @@ async def test_a_dead_workers_work_comes_back_at_once_and_counts_as_a_start(
         1,
         0,
         0,
-    ), "the bystander is not charged"
+    ), "an event that was not started is not charged"
 
 
 class WorkerSign(WorkerLock):
@@ -624,7 +620,7 @@ class WorkerSign(WorkerLock):
 @pytest.mark.parametrize(
     "outcome", ["success", "retry", "park", "release", "dead", "handover", "writing"]
 )
-async def test_a_worker_whose_lease_ran_out_changes_nothing_afterwards(
+async def test_a_worker_whose_lease_expired_cannot_end_the_event(
     rig: Rig, outcome: Outcome
 ) -> None:
     await rig.accept("e1")
@@ -646,7 +642,7 @@ async def test_a_worker_whose_lease_ran_out_changes_nothing_afterwards(
 
 
 @pytest.mark.parametrize("outcome", ["success", "retry", "dead", "release"])
-async def test_a_worker_that_lost_its_lease_before_it_began_cannot_begin(
+async def test_a_worker_whose_lease_expired_before_the_start_cannot_start(
     rig: Rig, outcome: Outcome
 ) -> None:
     await rig.accept("e1")
@@ -660,7 +656,7 @@ async def test_a_worker_that_lost_its_lease_before_it_began_cannot_begin(
     assert await other.conclude(new, outcome, until=rig.clock.now() + 5)
 
 
-async def test_a_worker_that_lost_its_lease_before_it_was_admitted_does_not_park_what_another_runs(
+async def test_a_late_admission_does_not_delay_an_event_that_another_worker_runs(
     tmp_path: Path,
 ) -> None:
     rig = Rig(tmp_path, limits=pace.Limits(rate=0.01, jitter=0.0))
@@ -675,7 +671,7 @@ async def test_a_worker_that_lost_its_lease_before_it_was_admitted_does_not_park
 
 
 @pytest.mark.parametrize("outcome", ["success", "retry", "dead", "park"])
-async def test_every_step_may_be_told_again_when_its_answer_was_lost(
+async def test_accept_admit_begin_and_conclude_may_be_repeated_after_a_lost_answer(
     rig: Rig, outcome: Outcome
 ) -> None:
     assert [await rig.accept("e1"), await rig.accept("e1")] == [["new"], ["known"]]
@@ -690,11 +686,11 @@ async def test_every_step_may_be_told_again_when_its_answer_was_lost(
     )
     assert await rig.conclude(begun, outcome, **more)
     before = _everything(rig)
-    assert not await rig.conclude(begun, outcome, **more), "it has ended already"
+    assert not await rig.conclude(begun, outcome, **more), "the event has ended already"
     assert _everything(rig) == before
     assert len(rig.lines()) == (outcome == "success")
     assert rig.row("e1")["attempts"] == (outcome in ("retry", "dead"))
-    assert rig.row("e1")["crashes"] == 1, "as if it had been killed once: a suspect, and no more"
+    assert rig.row("e1")["crashes"] == 1, "the repeated start counts as one crashed start"
 
 
 async def test_two_messages_of_one_event_end_it_once(rig: Rig) -> None:
@@ -714,15 +710,11 @@ async def test_two_messages_of_one_event_end_it_once(rig: Rig) -> None:
     assert await rig.succeed(second, record())
     assert rig.status("e1") == "success"
     assert len(rig.lines()) == 1
-    assert await rig.start() == [], (
-        "the other message is given back, and then nothing is left to do for it"
-    )
+    assert await rig.start() == [], "the other message was released, and its event has ended"
     assert await rig.receive() == []
 
 
-async def test_an_event_that_ended_between_admission_and_start_is_left_as_it_ended(
-    rig: Rig,
-) -> None:
+async def test_an_event_that_ended_after_its_admission_is_not_started(rig: Rig) -> None:
     await rig.accept("e1")
     await rig.broker.publish(
         [
@@ -757,7 +749,7 @@ def _everything(rig: Rig) -> dict[str, list[Any]]:
 # -- duplicates and freshness ----------------------------------------------------------------------
 
 
-async def test_two_events_for_one_url_at_the_same_instant_are_one_fetch_and_a_duplicate_that_names_it(
+async def test_two_simultaneous_events_for_one_url_are_one_fetch_and_one_duplicate(
     rig: Rig,
 ) -> None:
     await rig.accept("e1", "e2")
@@ -778,7 +770,7 @@ async def test_two_events_for_one_url_at_the_same_instant_are_one_fetch_and_a_du
         (61.0, "in_flight"),
     ],
 )
-async def test_what_becomes_of_an_event_depends_on_how_long_after_the_get_it_came(
+async def test_a_second_event_is_judged_by_its_delay_after_the_get(
     rig: Rig, after: float, status: str
 ) -> None:
     await rig.accept("e1")
@@ -790,7 +782,7 @@ async def test_what_becomes_of_an_event_depends_on_how_long_after_the_get_it_cam
     assert rig.status("e2") == status
 
 
-async def test_the_trailing_event_waits_for_the_windows_end_and_is_the_next_owner(rig: Rig) -> None:
+async def test_the_trailing_event_waits_for_the_window_and_becomes_the_next_owner(rig: Rig) -> None:
     await rig.accept("e1")
     (begun,) = await rig.start("e1")
     await rig.succeed(begun)
@@ -811,7 +803,7 @@ async def test_the_trailing_event_waits_for_the_windows_end_and_is_the_next_owne
     assert await rig.succeed(next_)
 
 
-async def test_the_trailing_event_waits_on_while_the_owner_is_still_at_it(rig: Rig) -> None:
+async def test_the_trailing_event_waits_until_a_slow_owner_has_ended(rig: Rig) -> None:
     await rig.accept("e1")
     (begun,) = await rig.start("e1")
     rig.clock.advance(10.0)
@@ -827,7 +819,9 @@ async def test_the_trailing_event_waits_on_while_the_owner_is_still_at_it(rig: R
     await rig.start("e2")
 
 
-async def test_while_the_owner_waits_for_its_retry_every_arrival_is_its_duplicate(rig: Rig) -> None:
+async def test_an_event_that_arrives_while_its_owner_waits_for_a_retry_is_a_duplicate(
+    rig: Rig,
+) -> None:
     await rig.accept("e1")
     (begun,) = await rig.start("e1")
     await rig.conclude(begun, "retry", until=rig.clock.now() + 30)
@@ -837,7 +831,7 @@ async def test_while_the_owner_waits_for_its_retry_every_arrival_is_its_duplicat
     assert rig.row("e2")["duplicate_of"] == "e1"
 
 
-async def test_drop_mode_drops_the_rest_of_the_window(tmp_path: Path) -> None:
+async def test_drop_mode_makes_a_later_event_within_the_window_a_duplicate(tmp_path: Path) -> None:
     rig = Rig(tmp_path, drop=True, window=3600.0)
     await rig.accept("e1")
     (begun,) = await rig.start("e1")
@@ -851,7 +845,7 @@ async def test_drop_mode_drops_the_rest_of_the_window(tmp_path: Path) -> None:
     await rig.start("e3")
 
 
-async def test_an_event_may_bring_its_own_window_and_force_needs_none(rig: Rig) -> None:
+async def test_an_event_may_set_its_own_window_and_force_ignores_the_window(rig: Rig) -> None:
     await rig.accept("e1")
     (begun,) = await rig.start("e1")
     await rig.succeed(begun)
@@ -865,9 +859,7 @@ async def test_an_event_may_bring_its_own_window_and_force_needs_none(rig: Rig) 
     await rig.succeed(third)
 
 
-async def test_when_the_owner_dies_its_oldest_duplicate_is_promoted_once_with_a_budget_of_its_own(
-    rig: Rig,
-) -> None:
+async def test_a_dead_owners_oldest_duplicate_is_promoted_once_with_a_new_budget(rig: Rig) -> None:
     await rig.accept("e1")
     (begun,) = await rig.start("e1")
     await rig.accept("e2", "e3")
@@ -879,12 +871,12 @@ async def test_when_the_owner_dies_its_oldest_duplicate_is_promoted_once_with_a_
     assert second[2].attempts == 0
     await rig.die(second)
     assert rig.status("e1", "e2", "e3") == "dead dead duplicate", (
-        "once: a page that is gone does not eat all its duplicates"
+        "only one duplicate is promoted, because the page may be missing for good"
     )
     assert await rig.receive() == []
 
 
-async def test_a_dead_owner_leaves_the_url_free(rig: Rig) -> None:
+async def test_a_dead_owner_releases_its_claim_on_the_url(rig: Rig) -> None:
     await rig.accept("e1")
     (begun,) = await rig.start("e1")
     await rig.die(begun)
@@ -892,9 +884,7 @@ async def test_a_dead_owner_leaves_the_url_free(rig: Rig) -> None:
     await rig.start("e2")
 
 
-async def test_the_baseline_is_the_last_success_even_when_an_owner_died_in_between(
-    rig: Rig,
-) -> None:
+async def test_the_baseline_is_the_last_success_even_after_a_dead_owner(rig: Rig) -> None:
     for i, ends in enumerate(("success", "dead", "")):
         await rig.accept(f"e{i}")
         (begun,) = await rig.start(f"e{i}")
@@ -912,10 +902,12 @@ async def test_the_baseline_is_the_last_success_even_when_an_owner_died_in_betwe
     )
 
 
-# -- links that are followed -----------------------------------------------------------------------
+# -- followed links --------------------------------------------------------------------------------
 
 
-async def test_children_are_accepted_with_their_parents_success_and_not_before(rig: Rig) -> None:
+async def test_links_become_events_with_the_success_of_their_parent_or_are_counted(
+    rig: Rig,
+) -> None:
     await rig.accept("e1", trace="tr")
     (begun,) = await rig.start("e1")
     await rig.succeed(
@@ -939,7 +931,7 @@ async def test_children_are_accepted_with_their_parents_success_and_not_before(r
     }
 
 
-async def test_a_parent_that_is_replayed_has_the_same_children(rig: Rig) -> None:
+async def test_a_replayed_parent_creates_the_same_child_ids(rig: Rig) -> None:
     await rig.accept("e1")
     (begun,) = await rig.start("e1")
     await rig.succeed(begun, links=[URL + "2"])
@@ -955,7 +947,7 @@ async def test_a_parent_that_is_replayed_has_the_same_children(rig: Rig) -> None
     assert rig.sql("SELECT id FROM event WHERE id NOT IN ('e1','e9')") == [first]
 
 
-async def test_links_stop_at_the_depth_that_is_set(tmp_path: Path) -> None:
+async def test_links_are_not_followed_beyond_the_configured_depth(tmp_path: Path) -> None:
     rig = Rig(tmp_path, follow_depth=2)
     await rig.accept("e1")
     for i in range(2, 5):
@@ -965,7 +957,7 @@ async def test_links_stop_at_the_depth_that_is_set(tmp_path: Path) -> None:
     assert rig.count("followed_too_deep") == 1
 
 
-async def test_a_link_inside_its_day_is_counted_and_not_accepted(rig: Rig) -> None:
+async def test_a_link_to_a_url_accepted_within_a_day_is_counted_and_not_followed(rig: Rig) -> None:
     await rig.accept("e1")
     (begun,) = await rig.start()
     await rig.succeed(begun)
@@ -983,7 +975,7 @@ async def test_a_link_inside_its_day_is_counted_and_not_accepted(rig: Rig) -> No
     assert rig.count("followed") == 1
 
 
-async def test_a_link_with_a_window_of_nothing_is_always_followed(rig: Rig) -> None:
+async def test_a_link_with_a_window_of_zero_is_always_followed(rig: Rig) -> None:
     await rig.accept("e1")
     (begun,) = await rig.start()
     await rig.succeed(begun)
@@ -994,7 +986,7 @@ async def test_a_link_with_a_window_of_nothing_is_always_followed(rig: Rig) -> N
     assert rig.count("followed") == 1
 
 
-async def test_other_domains_are_followed_when_that_is_set(tmp_path: Path) -> None:
+async def test_links_to_other_domains_are_followed_if_configured(tmp_path: Path) -> None:
     rig = Rig(tmp_path, follow_same_domain=False)
     await rig.accept("e1")
     (begun,) = await rig.start()
@@ -1012,14 +1004,14 @@ async def _scrape(rig: Rig, event_id: str, *records: Record, url: str = URL, **m
     rig.clock.advance(100.0)
 
 
-async def test_a_record_that_did_not_change_leaves_no_new_row(rig: Rig) -> None:
+async def test_an_unchanged_record_adds_no_outbox_row(rig: Rig) -> None:
     await _scrape(rig, "e1", record("a"), record("b", index=1))
     await _scrape(rig, "e2", record("a"), record("b", 2, index=1))
     assert [(line["sku"], line["price"]) for line in rig.lines()] == [("a", 1), ("b", 1), ("b", 2)]
     assert (rig.count("records"), rig.count("records_unchanged"), rig.count("changes")) == (3, 1, 1)
 
 
-async def test_a_very_long_key_is_known_again_and_not_taken_for_its_neighbour(rig: Rig) -> None:
+async def test_very_long_record_keys_are_recognised_and_not_confused(rig: Rig) -> None:
     dice = random.Random(1)
     long = "".join(chr(dice.randrange(0x4E00, 0x9FFF)) for _ in range(4095))
     await _scrape(rig, "e1", record(long + "a"))
@@ -1029,16 +1021,14 @@ async def test_a_very_long_key_is_known_again_and_not_taken_for_its_neighbour(ri
     assert (rig.count("records"), rig.count("records_unchanged")) == (2, 1)
 
 
-async def test_the_same_key_from_another_url_is_news(rig: Rig) -> None:
+async def test_the_same_record_key_from_another_url_is_a_new_record(rig: Rig) -> None:
     await _scrape(rig, "e1", record("a"))
     await _scrape(rig, "e2", record("a"), url=URL + "2")
     assert [line["_penstock"]["url"] for line in rig.lines()] == [URL, URL + "2"]
     assert rig.count("changes") == 0
 
 
-async def test_a_removal_is_emitted_once_and_no_older_event_brings_the_record_back(
-    rig: Rig,
-) -> None:
+async def test_a_removal_is_emitted_once_and_an_older_event_does_not_undo_it(rig: Rig) -> None:
     await _scrape(rig, "e1", record("a"))
     await rig.accept("e2", url=URL + "2")
     await rig.accept("e3")
@@ -1058,7 +1048,7 @@ async def test_a_removal_is_emitted_once_and_no_older_event_brings_the_record_ba
     assert [line.get("price") for line in rig.lines()] == [1, None, 8]
 
 
-async def test_unchanged_rows_come_when_asked_for_and_when_forced(tmp_path: Path) -> None:
+async def test_unchanged_records_are_emitted_if_forced_or_configured(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     await _scrape(rig, "e1", record("a"))
     await _scrape(rig, "e2", record("a"), force=True)
@@ -1069,9 +1059,7 @@ async def test_unchanged_rows_come_when_asked_for_and_when_forced(tmp_path: Path
     assert len(loud.lines()) == 2
 
 
-async def test_a_removal_is_a_change_in_which_everything_but_the_key_is_gone(
-    tmp_path: Path,
-) -> None:
+async def test_a_removal_is_a_change_that_keeps_only_the_key_field(tmp_path: Path) -> None:
     rig = Rig(tmp_path, hooks=True)
     await _scrape(rig, "e1", record("a", 1))
     await _scrape(
@@ -1084,7 +1072,7 @@ async def test_a_removal_is_a_change_in_which_everything_but_the_key_is_gone(
     assert (change["new"], change["fields"]) == ({"sku": "a"}, {"price": [1, None]})
 
 
-async def test_a_change_waits_for_its_hook_with_what_was_and_what_is(tmp_path: Path) -> None:
+async def test_a_change_waits_for_its_hook_with_the_old_and_the_new_values(tmp_path: Path) -> None:
     rig = Rig(tmp_path, hooks=True)
     await _scrape(rig, "e1", record("a", 1))
     await _scrape(rig, "e2", record("a", 2))
@@ -1092,21 +1080,21 @@ async def test_a_change_waits_for_its_hook_with_what_was_and_what_is(tmp_path: P
     change = msgspec.msgpack.decode(body)
     assert (change["event_id"], change["key"], change["fields"]) == ("e2", "a", {"price": [1, 2]})
     await rig.uow.write(lambda tx: tx.outbox.mark_hooks_run([], [("boom", n)]))
-    assert len(await changes(rig)) == 1, "at least once"
+    assert len(await changes(rig)) == 1, "a hook that failed runs again"
     await rig.uow.write(lambda tx: tx.outbox.mark_hooks_run([n], []))
     assert await changes(rig) == []
 
 
-async def test_two_rows_of_one_page_with_one_key_do_not_take_turns_in_being_news(rig: Rig) -> None:
+async def test_if_a_page_repeats_a_record_key_its_last_record_stays_the_last_row(rig: Rig) -> None:
     for i in range(4):
         await _scrape(rig, f"e{i}", record("a", 1), record("a", 2, index=1))
     rows = [(line["_penstock"]["event_id"], line["price"]) for line in rig.lines()]
     assert rows[:2] == [("e0", 1), ("e0", 2)]
-    assert rows[-1][1] == 2, "the page's last word on a key stays its last word in the file"
+    assert rows[-1][1] == 2, "the last record of the page is the last row in the outbox"
     assert {price for _, price in rows[2:]} != {1}
 
 
-async def test_an_elder_event_that_ends_late_does_not_take_the_newer_record_back(rig: Rig) -> None:
+async def test_an_older_event_that_ends_later_does_not_replace_the_newer_record(rig: Rig) -> None:
     await rig.accept("e1")
     (elder,) = await rig.start("e1")
     await rig.accept("e2", force=True)
@@ -1114,13 +1102,13 @@ async def test_an_elder_event_that_ends_late_does_not_take_the_newer_record_back
     await rig.succeed(newer, record("a", 2))
     await rig.succeed(elder, record("a", 1))
     assert [n for (n,) in rig.sql("SELECT ord FROM outbox ORDER BY n")] == [2, 1], (
-        "a keyed sink goes by this order"
+        "a sink with keys uses this order"
     )
     assert rig.sql("SELECT n FROM record") == [(2,)]
     assert rig.count("changes") == 0
 
 
-async def test_an_outbox_is_numbered_densely_over_commits_and_flushes(rig: Rig) -> None:
+async def test_outbox_numbers_have_no_gaps_after_commits_and_flushes(rig: Rig) -> None:
     for i in range(3):
         await _scrape(rig, f"e{i}", record("a", i), record("b", i, index=1))
         if i == 1:
@@ -1134,7 +1122,7 @@ async def test_an_outbox_is_numbered_densely_over_commits_and_flushes(rig: Rig) 
     assert_books_balance(rig)
 
 
-async def test_a_sink_gets_only_the_extractors_it_asked_for(tmp_path: Path) -> None:
+async def test_a_sink_receives_only_the_extractors_of_its_binding(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     settings = msgspec.structs.replace(
         rig.settings, sinks=(SinkBinding("all"), SinkBinding("none", only=("other",)))
@@ -1146,7 +1134,7 @@ async def test_a_sink_gets_only_the_extractors_it_asked_for(tmp_path: Path) -> N
     ) == [("all", 1)]
 
 
-async def test_a_failing_sink_in_the_transaction_leaves_no_trace_of_the_end(tmp_path: Path) -> None:
+async def test_a_table_sink_that_raises_rolls_back_the_whole_end(tmp_path: Path) -> None:
     def refuses(tx: Any, rows: Sequence[Row]) -> None:
         raise ZeroDivisionError
 
@@ -1169,9 +1157,7 @@ async def test_a_failing_sink_in_the_transaction_leaves_no_trace_of_the_end(tmp_
 # -- dead letters and the breaker ------------------------------------------------------------------
 
 
-async def test_a_dead_letter_can_be_redriven_with_a_new_budget_and_the_old_history(
-    rig: Rig,
-) -> None:
+async def test_a_redriven_dead_letter_has_a_new_budget_and_its_old_history(rig: Rig) -> None:
     await rig.accept("e1", data={"a": 1})
     (begun,) = await rig.start("e1")
     await rig.conclude(begun, "retry", until=rig.clock.now())
@@ -1200,7 +1186,7 @@ async def test_a_dead_letter_can_be_redriven_with_a_new_budget_and_the_old_histo
     assert await rig.dead_letters.redrive(["e1"]) == 0
 
 
-async def test_dropping_a_letter_leaves_its_event_dead(rig: Rig) -> None:
+async def test_dropping_a_dead_letter_leaves_its_event_dead(rig: Rig) -> None:
     await rig.accept("e1")
     (begun,) = await rig.start("e1")
     await rig.die(begun)
@@ -1210,7 +1196,7 @@ async def test_dropping_a_letter_leaves_its_event_dead(rig: Rig) -> None:
     assert await rig.dead_letters.redrive(["e1"]) == 0
 
 
-async def test_an_event_that_dies_in_a_later_stage_can_be_redriven_too(rig: Rig) -> None:
+async def test_an_event_that_is_dead_in_a_later_stage_can_be_redriven(rig: Rig) -> None:
     await rig.accept("e1")
     (begun,) = await rig.start("e1")
     meta = PageMeta(page=page_id(b"x"), url=URL, status=200, headers={}, fetched_at=0.0, size=1)
@@ -1226,7 +1212,9 @@ async def test_an_event_that_dies_in_a_later_stage_can_be_redriven_too(rig: Rig)
     await rig.start("e1")
 
 
-async def test_the_breaker_opens_above_a_fifth_and_not_below_fifty(tmp_path: Path) -> None:
+async def test_the_breaker_opens_at_fifty_dead_events_if_they_exceed_a_fifth(
+    tmp_path: Path,
+) -> None:
     async def run(dead: int, success: int) -> str | None:
         rig = Rig(tmp_path / f"{dead}-{success}")
         ids = [f"e{i}" for i in range(dead + success)]
@@ -1245,7 +1233,7 @@ async def test_the_breaker_opens_above_a_fifth_and_not_below_fifty(tmp_path: Pat
         assert_books_balance(rig)
         paused = rig.uow.snapshot(lambda tx: tx.queue.paused()).get("requests")
         await rig.lifecycle.accept([event_of(URL, id_="last")])
-        assert bool(await rig.receive()) is (paused is None), "a paused topic hands nothing out"
+        assert bool(await rig.receive()) is (paused is None), "a paused topic delivers nothing"
         return str(paused) if paused else None
 
     assert await run(49, 0) is None
@@ -1253,7 +1241,7 @@ async def test_the_breaker_opens_above_a_fifth_and_not_below_fifty(tmp_path: Pat
     assert await run(50, 199) == "breaker: 50 of 249 events ended dead within 60 s"
 
 
-async def test_the_breaker_forgets_after_its_window(tmp_path: Path) -> None:
+async def test_the_breaker_ignores_dead_events_outside_its_window(tmp_path: Path) -> None:
     rig = Rig(tmp_path, breaker=breaker.Limits(at_least=2, dead_share=0.2, window=60.0))
     for i in range(2):
         await rig.accept(f"e{i}", url=URL + str(i))
@@ -1268,11 +1256,11 @@ async def test_the_breaker_forgets_after_its_window(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("gap", [1.0, 8.0, 12.0, 60.0, 600.0])
 @pytest.mark.parametrize("batch", [2, 100])
-async def test_a_slow_host_is_asked_at_its_own_rate_and_never_forgotten(
+async def test_all_events_of_a_slow_host_are_requested_at_its_configured_rate(
     tmp_path: Path, gap: float, batch: int
 ) -> None:
-    """Ten events of a host, one request per `gap`: all are asked, no two closer than that, in
-    little more than the time that takes.
+    """Ten events of a host with one request per `gap` seconds. All are requested, at that interval,
+    with at most 25 % and 10 s of extra time.
     """
     rig = Rig(tmp_path, limits=pace.Limits(rate=1 / gap, jitter=0.1))
     for i in range(10):
@@ -1288,7 +1276,7 @@ async def test_a_slow_host_is_asked_at_its_own_rate_and_never_forgotten(
             await rig.succeed(begun, body=held[1].id.encode())
         await rig.sub.extend([d for d, _, _ in waiting], 30.0)
         assert all(h[2].slot <= rig.clock.now() + 10.0 for h in waiting), (
-            "a longer wait is no place in the window"
+            "an event with a later slot is delayed and not held"
         )
         rig.clock.advance(min(gap / 20, 1.0))
     assert len(asked) == 10
@@ -1296,7 +1284,7 @@ async def test_a_slow_host_is_asked_at_its_own_rate_and_never_forgotten(
     assert asked[-1] - asked[0] < 9 * gap * 1.25 + 10
 
 
-async def test_a_host_that_must_wait_does_not_hold_up_another(tmp_path: Path) -> None:
+async def test_a_rate_limited_host_does_not_delay_another_host(tmp_path: Path) -> None:
     rig = Rig(tmp_path, limits=pace.Limits(rate=0.01, jitter=0.0))
     for i in range(20):
         await rig.accept(f"s{i}", url=f"https://slow.test/{i}")
@@ -1307,7 +1295,7 @@ async def test_a_host_that_must_wait_does_not_hold_up_another(tmp_path: Path) ->
 # -- retention -------------------------------------------------------------------------------------
 
 
-async def test_history_is_pruned_behind_what_must_stay_and_counters_keep_counting(rig: Rig) -> None:
+async def test_pruning_skips_dead_and_open_events_and_keeps_the_counters(rig: Rig) -> None:
     for i in range(6):
         await rig.accept(f"e{i}", url=URL + str(i))
     begun = {b[1].id: b for b in await rig.start()}
@@ -1324,12 +1312,12 @@ async def test_history_is_pruned_behind_what_must_stay_and_counters_keep_countin
         )
         for _ in range(8)
     ]
-    assert sum(gone) == 2, "three dead and one open at the head do not stop it"
+    assert sum(gone) == 2, "three dead and one open event before them do not stop the pruning"
     assert [i for (i,) in rig.sql("SELECT id FROM event ORDER BY n")] == ["e0", "e1", "e2", "e3"]
     assert rig.count("success") == 2
 
 
-async def test_a_page_that_retention_took_in_another_process_is_stored_again(rig: Rig) -> None:
+async def test_a_page_that_another_worker_pruned_is_stored_again(rig: Rig) -> None:
     await _scrape(rig, "e1", record("a"))
     other = rig.other()
     await rig.db.write(
@@ -1342,9 +1330,7 @@ async def test_a_page_that_retention_took_in_another_process_is_stored_again(rig
     assert await rig.pages.get(page_id(b"page")) == b"page"
 
 
-async def test_pages_that_cannot_be_written_are_an_outage_and_the_end_can_be_told_again(
-    rig: Rig,
-) -> None:
+async def test_a_failed_page_write_changes_nothing_and_the_end_can_be_repeated(rig: Rig) -> None:
     await rig.accept("e1")
     (begun,) = await rig.start("e1")
     before = _everything(rig)
@@ -1357,18 +1343,18 @@ async def test_pages_that_cannot_be_written_are_an_outage_and_the_end_can_be_tol
     assert await rig.pages.get(page_id(b"page")) == b"page"
 
 
-# -- anything, in any order ------------------------------------------------------------------------
+# -- all steps in any order ------------------------------------------------------------------------
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Three workers, a few URLs, and every move there is; the books balance after each, and once
-    faults stop everything ends.
+    """Three workers, a few URLs, and all steps in any order. The counters are checked after each
+    step. Once faults stop, every event ends.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.place = tempfile.TemporaryDirectory()
-        # One loop for all steps, as a process has.
+        # One event loop for all steps, as in a process.
         self.loop = asyncio.new_event_loop()
         self.rig = Rig(Path(self.place.name))
         self.rigs = [self.rig, self.rig.other("w2"), self.rig.other("w3")]
@@ -1429,7 +1415,7 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: any(self.begun))
     @rule(w=workers)
     def lose_the_lease_to_another(self, w: int) -> None:
-        """It hangs, another takes over; then it wakes and goes on as if nothing had been."""
+        """Let a worker hang until another worker takes over its events. Then it continues."""
         self.pass_time(31.0)
         self.start((w + 1) % 3, 5)
 
@@ -1460,14 +1446,14 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(w=workers)
     def crash(self, w: int) -> None:
-        """The process is gone with all it held in memory; its sign of life is free."""
+        """Kill a worker: its memory is lost and its lock file is free."""
         (Path(self.place.name) / f"{self.rigs[w].worker}.alive").write_text("")
         self.received[w], self.held[w], self.begun[w] = [], [], []
         self.run(self.rigs[(w + 1) % 3].maintenance.reclaim(Path(self.place.name)))
 
     @rule(w=workers)
     def forget(self, w: int) -> None:
-        """Gone without a sign of life: only the lease knows."""
+        """Lose a worker without a lock file: its deliveries return when their lease expires."""
         self.received[w], self.held[w], self.begun[w] = [], [], []
 
     @rule(w=workers)
@@ -1489,7 +1475,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule()
     def publish_again(self) -> None:
-        """A sender that never heard `ok` publishes the same event again."""
+        """Publish an event again, as a sender does that received no confirmation."""
         rows = self.rig.sql(
             "SELECT v.body FROM event e JOIN envelope v ON v.event=e.n ORDER BY e.n DESC LIMIT 1"
         )
@@ -1507,7 +1493,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def an_end_is_an_end(self) -> None:
-        """I2: only a redrive takes a death back, and only its owner's death a duplicate."""
+        """Check I2: only a redrive reopens a dead event, only a dead owner a duplicate."""
         now = dict(
             self.rig.sql(
                 "SELECT id, status FROM event WHERE status IN ('success','dead','duplicate')"
@@ -1529,7 +1515,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert all(n == 1 for n in lines.values())
 
     def settle_down(self) -> None:
-        """I1 and I7: once faults stop, one worker ends everything in bounded time."""
+        """Check I1 and I7: once faults stop, one worker ends all events in bounded time."""
         for w in range(3):
             self.forget(w)
         for _ in range(60):
@@ -1557,9 +1543,9 @@ TestAnyOrder.settings = settings(
 
 
 @pytest.mark.parametrize("seed", range(16))
-def test_a_long_walk_at_random_keeps_the_books(seed: int) -> None:
-    """The same moves, many in a row: hypothesis prefers short stories, and some of these need a
-    long one.
+def test_counters_and_queue_stay_consistent_over_a_long_random_walk(seed: int) -> None:
+    """Run many of the same steps in a row. Hypothesis prefers short sequences, and some faults need
+    a long one.
     """
     dice = random.Random(seed)
     walk = AnyOrder()

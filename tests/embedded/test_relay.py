@@ -1,5 +1,5 @@
-"""A broker that lies apart from the ledger: what is in the books is told to it, late or twice if
-need be, and never lost between the two.
+"""The relay to an external broker: it publishes and settles after the commit, late or twice, and
+loses no event.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ TOPICS = ("requests", "pages", "records")
 
 
 class Line:
-    """The line to a real broker, which loses what it is told to lose. Everything else is the
-    broker's own doing.
+    """Connection to a real broker that drops the calls and answers that a test selects. The broker
+    handles all other calls.
     """
 
     def __init__(self, broker: SqliteBroker) -> None:
         self._broker = broker
         self.caps = broker.caps
         self.down = False
-        self.deaf = False  # answers to publishing get lost
+        self.deaf = False  # if True, publish results are lost
         self.cut_settles = False
 
     def __getattr__(self, name: str) -> Any:
@@ -87,7 +87,7 @@ class ApartRig(Rig):
         )
 
     def assert_queued(self) -> None:
-        """Every open event has a message in the broker, or one that is still to be published."""
+        """Check that every open event has a message in the broker or an outgoing row."""
         with_message = {
             id_
             for (id_,) in self.line.db.read_now(
@@ -114,7 +114,7 @@ def rig(tmp_path: Path) -> ApartRig:
     return ApartRig(tmp_path)
 
 
-async def test_what_was_accepted_reaches_the_broker_and_leaves_nothing_behind(
+async def test_an_accepted_event_is_published_and_its_outgoing_row_is_deleted(
     rig: ApartRig,
 ) -> None:
     await rig.accept("e1")
@@ -127,7 +127,9 @@ async def test_what_was_accepted_reaches_the_broker_and_leaves_nothing_behind(
     assert await rig.receive() == []
 
 
-async def test_what_the_broker_did_not_take_is_published_when_it_is_back(rig: ApartRig) -> None:
+async def test_outgoing_rows_are_published_when_the_broker_is_available_again(
+    rig: ApartRig,
+) -> None:
     rig.line.down = True
     assert await rig.accept("e1", "e2", url="https://a.test/1") == [Accepted.NEW, Accepted.NEW]
     assert await rig.receive() == []
@@ -136,9 +138,7 @@ async def test_what_the_broker_did_not_take_is_published_when_it_is_back(rig: Ap
     assert sorted(d.id for d in await rig.receive()) == ["e1", "e2"]
 
 
-async def test_a_message_that_the_broker_never_takes_ends_its_event_and_no_other(
-    rig: ApartRig,
-) -> None:
+async def test_a_message_that_is_too_large_makes_only_its_own_event_dead(rig: ApartRig) -> None:
     rig.line.caps = msgspec.structs.replace(rig.line.caps, max_body=2000)
     await rig.accept("large", data={"note": "x" * 3000})
     await rig.accept("small", url=URL + "?small")
@@ -152,7 +152,7 @@ async def test_a_message_that_the_broker_never_takes_ends_its_event_and_no_other
     assert_books_balance(rig)
 
 
-async def test_another_worker_publishes_what_a_dead_one_left(rig: ApartRig) -> None:
+async def test_another_worker_publishes_the_rows_of_a_killed_worker(rig: ApartRig) -> None:
     rig.line.down = True
     await rig.accept("e1")
     rig.line.down = False
@@ -161,14 +161,14 @@ async def test_another_worker_publishes_what_a_dead_one_left(rig: ApartRig) -> N
     assert [d.id for d in await other.receive()] == ["e1"]
 
 
-async def test_an_unknown_answer_makes_a_copy_and_the_copy_changes_nothing(rig: ApartRig) -> None:
+async def test_an_unknown_publish_result_makes_a_copy_that_changes_nothing(rig: ApartRig) -> None:
     rig.line.deaf = True
     await rig.accept("e1")
     rig.line.deaf = False
     await rig.later(RESERVATION + 1.0)
     first, copy = await rig.receive()
     begun = await rig.begin(await rig.admit([first]))
-    assert await rig.admit([copy]) == [], "somebody alive is at it"
+    assert await rig.admit([copy]) == [], "a live worker processes the event"
     assert await rig.conclude(begun[0], "success", body=b"x")
     await rig.later(3.0)
     assert await rig.start() == []
@@ -177,7 +177,7 @@ async def test_an_unknown_answer_makes_a_copy_and_the_copy_changes_nothing(rig: 
     assert rig.row("e1")["starts"] == 1
 
 
-async def test_two_copies_in_one_batch_start_once(rig: ApartRig) -> None:
+async def test_two_copies_in_one_batch_start_the_event_once(rig: ApartRig) -> None:
     rig.line.deaf = True
     await rig.accept("e1")
     rig.line.deaf = False
@@ -189,7 +189,7 @@ async def test_two_copies_in_one_batch_start_once(rig: ApartRig) -> None:
     assert rig.row("e1")["starts"] == 1
 
 
-async def test_a_settle_that_did_not_arrive_is_told_again(rig: ApartRig) -> None:
+async def test_a_settle_that_did_not_reach_the_broker_is_repeated(rig: ApartRig) -> None:
     await rig.accept("e1")
     (begun,) = await rig.start("e1")
     rig.line.cut_settles = True
@@ -200,13 +200,13 @@ async def test_a_settle_that_did_not_arrive_is_told_again(rig: ApartRig) -> None
     assert (stats.ready, stats.in_flight, stats.delayed) == (0, 0, 0)
 
 
-async def test_a_settle_that_died_with_its_worker_is_made_up_for_when_the_message_comes_back(
+async def test_a_redelivered_message_of_an_ended_event_is_acked_and_not_started(
     rig: ApartRig,
 ) -> None:
     await rig.accept("e1")
     (begun,) = await rig.start("e1")
     rig.line.cut_settles = True
-    assert await rig.conclude(begun, "success", body=b"x")  # and dies
+    assert await rig.conclude(begun, "success", body=b"x")  # then the worker is killed
     rig.line.cut_settles = False
     other = rig.other()
     await other.later(rig.lease + 1.0)
@@ -217,19 +217,21 @@ async def test_a_settle_that_died_with_its_worker_is_made_up_for_when_the_messag
     assert rig.row("e1")["starts"] == 1
 
 
-async def test_a_retry_that_did_not_arrive_still_waits_for_its_time(rig: ApartRig) -> None:
+async def test_a_retry_that_did_not_reach_the_broker_still_waits_until_it_is_due(
+    rig: ApartRig,
+) -> None:
     await rig.accept("e1")
     (begun,) = await rig.start("e1")
     rig.line.cut_settles = True
     assert await rig.conclude(begun, "retry", until=rig.clock.now() + rig.lease + 8.0, reason="503")
     rig.line.cut_settles = False
     await rig.later(rig.lease + 1.0)
-    assert await rig.start() == [], "its lease ran out, its time has not come"
+    assert await rig.start() == [], "the lease expired, but the retry is not due"
     await rig.later(8.0)
     assert len(await rig.start("e1")) == 1
 
 
-async def test_a_long_wait_is_spent_in_the_books_and_not_in_the_broker(rig: ApartRig) -> None:
+async def test_a_long_delay_is_kept_in_the_ledger_and_not_in_the_broker(rig: ApartRig) -> None:
     await rig.accept("e1")
     (begun,) = await rig.start("e1")
     await rig.conclude(begun, "retry", until=rig.clock.now() + 3600.0, reason="429")
@@ -241,11 +243,11 @@ async def test_a_long_wait_is_spent_in_the_books_and_not_in_the_broker(rig: Apar
     assert len(await rig.start("e1")) == 1
 
 
-async def test_a_killed_workers_event_is_left_alone_until_its_sign_of_life_is_old(
+async def test_a_killed_workers_event_is_started_again_after_its_heartbeat_expired(
     rig: ApartRig,
 ) -> None:
     await rig.accept("e1")
-    await rig.start("e1")  # and dies
+    await rig.start("e1")  # then the worker is killed
     other = rig.other()
     rig.clock.advance(rig.lease / 2)
     await other.later(rig.lease / 2 + 1.0)
@@ -254,7 +256,7 @@ async def test_a_killed_workers_event_is_left_alone_until_its_sign_of_life_is_ol
     assert await other.conclude(begun, "success", body=b"x")
 
 
-async def test_a_worker_whose_event_was_taken_over_changes_nothing(rig: ApartRig) -> None:
+async def test_a_worker_cannot_end_an_event_that_another_worker_started(rig: ApartRig) -> None:
     await rig.accept("e1")
     (stale,) = await rig.start("e1")
     other = rig.other()
@@ -270,13 +272,13 @@ async def test_messages_that_the_broker_lost_are_published_again(rig: ApartRig) 
     await rig.accept("e2", url="https://other.test/2")
     await rig.line.purge("requests")
     await rig.later(3 * rig.lease)
-    assert await rig.chores.recover() == 0, "one look may be at a bad moment"
+    assert await rig.chores.recover() == 0, "one poll may see a temporary state"
     assert await rig.chores.recover() == 2
     assert sorted(d.id for d in await rig.receive()) == ["e1", "e2"]
     assert await rig.chores.recover() == 0
 
 
-async def test_a_paused_topic_hands_out_nothing_and_loses_nothing(rig: ApartRig) -> None:
+async def test_a_paused_topic_delivers_nothing_and_loses_nothing(rig: ApartRig) -> None:
     await rig.accept("e1")
     rig.uow.write_now(lambda tx: tx.queue.pause("requests", "by hand"))
     assert await rig.receive() == []
@@ -286,11 +288,11 @@ async def test_a_paused_topic_hands_out_nothing_and_loses_nothing(rig: ApartRig)
 
 
 @pytest.mark.parametrize("seed", range(12))
-async def test_whatever_gets_lost_on_the_line_every_event_ends_once(
+async def test_every_event_ends_once_despite_lost_answers_settles_and_workers(
     tmp_path: Path, seed: int
 ) -> None:
-    """Answers, settles and whole workers get lost at random; once that stops, everything ends, and
-    the books add up at every step.
+    """Answers, settles and workers are lost at random. The counters are checked after every step.
+    Once the losses stop, every event ends.
     """
     dice = random.Random(seed)
     rig = ApartRig(tmp_path, lease=5.0)
@@ -306,9 +308,8 @@ async def test_whatever_gets_lost_on_the_line_every_event_ends_once(
             not calm and dice.random() < p for p in (0.2, 0.3, 0.1)
         )
         who = dice.choice(workers)
-        if (
-            not calm and dice.random() < 0.1
-        ):  # killed: what it ran is never heard of again, and another takes its place
+        if not calm and dice.random() < 0.1:
+            # Kill a worker. Its handlers never end, and a new worker replaces it.
             running = [(w, b) for w, b in running if w is not who]
             workers[workers.index(who)] = rig.other(f"w{step + 10}")
         elif running and dice.random() < 0.5:

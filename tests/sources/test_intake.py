@@ -1,5 +1,5 @@
-"""Intake on real books: what makes no event becomes a dead letter, whatever is in it, and never
-keeps the rest from being accepted.
+"""Intake on a real ledger: a finding that makes no event becomes a dead letter, for any contents,
+and the other findings are accepted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock.runtime.stores import Stores, open_stores
 
 
 class Rude:
-    """What prints as nothing."""
+    """A value whose `repr` raises."""
 
     def __repr__(self) -> str:
         raise RuntimeError("no")
@@ -42,7 +42,7 @@ STRANGE: list[tuple[str, dict[str, Any]]] = [
 
 
 async def strange_findings_are_letters(stores: Stores) -> None:
-    """Their payloads are as a hook may leave them: no source makes such."""
+    """Take findings with payloads that only a hook can make, and check their dead letters."""
     findings = [
         Finding(id=f"{n:032}", url=url, payload=payload, cause="\ud800\0")
         for n, (url, payload) in enumerate(STRANGE)
@@ -64,7 +64,7 @@ async def strange_findings_are_letters(stores: Stores) -> None:
             for reason, envelope in tx.execute("SELECT reason, envelope FROM dead")
         ]
     )
-    assert len(letters) == len(STRANGE), "once, however often they are read"
+    assert len(letters) == len(STRANGE), "one dead letter each, even if they are read twice"
     assert all(
         reason and document["source"] == "list" and document["id"] for reason, document in letters
     )
@@ -81,7 +81,7 @@ def opened(directory: Path, url: str = "") -> Stores:
     )
 
 
-async def test_what_cannot_be_stored_as_it_is_is_a_letter_all_the_same(tmp_path: Path) -> None:
+async def test_findings_that_cannot_be_stored_become_dead_letters(tmp_path: Path) -> None:
     stores = opened(tmp_path)
     try:
         await strange_findings_are_letters(stores)
@@ -90,7 +90,7 @@ async def test_what_cannot_be_stored_as_it_is_is_a_letter_all_the_same(tmp_path:
 
 
 @pytest.mark.server("postgres")
-async def test_what_cannot_be_stored_as_it_is_is_a_letter_on_postgres_too(
+async def test_findings_that_cannot_be_stored_become_dead_letters_on_postgres(
     tmp_path: Path, server: Callable[[str], Handle]
 ) -> None:
     stores = opened(tmp_path, server("postgres").url)

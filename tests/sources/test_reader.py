@@ -1,5 +1,5 @@
-"""The reader: what a source finds is accepted together with its position, whatever is killed, full,
-paused, reset or broken on the way.
+"""The reader: findings are accepted together with their cursor, also after a crash, a full queue,
+a pause, a reset or an error.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from penstock.sources.base import BaseSource, SourceContext
 
 
 class Pages(BaseSource):
-    """A source over a list that grows: its cursor is how much of it was read. It notes what it was
-    allowed to acknowledge.
+    """A source over a list that grows. Its cursor is the number of paths that were read. It records
+    how many paths it acknowledged.
     """
 
     def __init__(
@@ -150,15 +150,12 @@ async def until_settled(reader: Reader) -> None:
     for _ in range(6000):
         if await reader.settled():
             return
-        await asyncio.sleep(
-            0.01
-        )  # it is in the books a moment before the reader itself knows that it is
-    raise AssertionError("never settled")
+        # The ledger has the state slightly before the reader.
+        await asyncio.sleep(0.01)
+    raise AssertionError("the reader never became idle")
 
 
-async def test_what_is_found_is_accepted_with_its_position_and_only_then_acknowledged(
-    rig: Rig,
-) -> None:
+async def test_findings_are_accepted_with_their_cursor_and_then_acknowledged(rig: Rig) -> None:
     source = Pages(spec(), ["/1", "/2", "/3"])
     reader = rig.reader(source)
     async with rig.reading(reader):
@@ -171,15 +168,13 @@ async def test_what_is_found_is_accepted_with_its_position_and_only_then_acknowl
     assert rig.state().position == "3"
 
 
-async def test_a_reader_that_died_before_it_acknowledged_repeats_ids_and_not_events(
-    rig: Rig,
-) -> None:
+async def test_findings_that_are_read_again_after_a_crash_create_no_second_event(rig: Rig) -> None:
     first = Pages(spec(), ["/1", "/2", "/3", "/4"])
     batches = first.read(None)
     batch = await anext(batches)
     await rig.stores.lifecycle.accept(
         [rig.reader(first).intake.mapping.event(f) for f in batch.findings]
-    )  # type: ignore[misc]  # accepted, and the cursor lost
+    )  # type: ignore[misc]  # accepted, and the cursor is lost
     await batches.aclose()
     assert first.acknowledged == 0
     async with rig.reading(rig.reader(Pages(spec(), ["/1", "/2", "/3", "/4"]))):
@@ -188,23 +183,25 @@ async def test_a_reader_that_died_before_it_acknowledged_repeats_ids_and_not_eve
     assert (rig.state().events, rig.state().known) == (2, 2)
 
 
-async def test_a_full_queue_stops_the_reading_and_drops_nothing(rig: Rig) -> None:
+async def test_a_full_queue_stops_the_reader_and_drops_no_finding(rig: Rig) -> None:
     rig.stores.close()
     rig.settings["intake.max_pending"] = "3"
     rig.open()
     source = Pages(spec(), [f"/{i}" for i in range(6)])
     async with rig.reading(rig.reader(source)):
         await until(lambda: len(rig.urls()) == 3, "filled")
-        await asyncio.sleep(0.7)  # longer than a full queue is waited for
+        await asyncio.sleep(0.7)  # longer than one wait for a full queue
         assert len(rig.urls()) == 3
         assert rig.cursor() == b"2"
         assert source.acknowledged == 2
         await rig.stores.dead_letters.purge("requests", "make room")
-        await until(lambda: len(rig.urls()) == 6, "went on")
+        await until(lambda: len(rig.urls()) == 6, "continued")
     assert rig.urls() == [f"/{i}" for i in range(6)]
 
 
-async def test_what_makes_no_event_is_a_dead_letter_once_however_often_it_is_read(rig: Rig) -> None:
+async def test_a_finding_with_a_bad_url_is_one_dead_letter_even_if_it_is_read_twice(
+    rig: Rig,
+) -> None:
     source = Pages(spec(map={"url": "path"}), ["/nowhere", "https://ok.test/"])
     async with rig.reading(rig.reader(source)):
         await until(lambda: rig.cursor() == b"2", "read")
@@ -224,9 +221,7 @@ async def test_what_makes_no_event_is_a_dead_letter_once_however_often_it_is_rea
     assert "URL" in letters[0][1]
 
 
-async def test_a_dead_letter_holds_no_key_of_the_address_that_its_finding_came_from(
-    rig: Rig,
-) -> None:
+async def test_a_dead_letter_masks_the_api_key_in_the_address_of_its_finding(rig: Rig) -> None:
     class Api(Pages):
         async def read(self, cursor: bytes | None) -> AsyncGenerator[Batch, None]:
             yield Batch(
@@ -249,17 +244,17 @@ async def test_a_dead_letter_holds_no_key_of_the_address_that_its_finding_came_f
     assert b"hush" not in envelope
 
 
-async def test_a_source_whose_row_is_gone_is_declared_again_and_goes_on(rig: Rig) -> None:
+async def test_a_source_whose_row_was_deleted_is_declared_again_and_read(rig: Rig) -> None:
     source = Pages(spec(), ["/1"], endless=True)
     async with rig.reading(rig.reader(source)):
         await until(lambda: rig.cursor() == b"1", "read")
         rig.stores.db.write_now(lambda tx: tx.execute("DELETE FROM source"))
         source.paths.append("/2")
-        await until(lambda: rig.cursor() == b"2", "read on")
+        await until(lambda: rig.cursor() == b"2", "read the second path")
     assert rig.urls() == ["/1", "/2"]
 
 
-async def test_where_and_the_hook_pass_over_and_the_rest_has_what_they_say(rig: Rig) -> None:
+async def test_findings_that_where_or_the_hook_rejects_are_skipped(rig: Rig) -> None:
     def hook(payload: dict[str, Any]) -> dict[str, Any] | None:
         return None if payload["path"] == "/2" else {"priority": "high", "geo": "de"}
 
@@ -287,7 +282,7 @@ async def test_a_paused_source_is_not_read_until_it_is_resumed(rig: Rig) -> None
         await until(lambda: rig.urls() == ["/1", "/2"], "resumed")
 
 
-async def test_a_reset_is_followed_by_whoever_reads_and_makes_no_event_twice(rig: Rig) -> None:
+async def test_a_reset_source_is_read_again_without_second_events(rig: Rig) -> None:
     source = Pages(spec(), ["/1", "/2"], endless=True)
     async with rig.reading(rig.reader(source)):
         await until(lambda: rig.cursor() == b"2", "read")
@@ -302,7 +297,7 @@ async def test_a_reset_is_followed_by_whoever_reads_and_makes_no_event_twice(rig
     assert rig.cursor() == b"2"
 
 
-async def test_a_reset_in_the_middle_of_a_round_does_not_wait_for_the_next_one(rig: Rig) -> None:
+async def test_a_reset_during_a_round_starts_the_next_round_without_waiting(rig: Rig) -> None:
     class Reset(Pages):
         async def read(self, cursor: bytes | None) -> AsyncGenerator[Batch, None]:
             async for batch in super().read(cursor):
@@ -317,26 +312,26 @@ async def test_a_reset_in_the_middle_of_a_round_does_not_wait_for_the_next_one(r
                 self.paths.append("/3")
 
     async with rig.reading(rig.reader(Reset(spec(every=3600), ["/1", "/2"]))):
-        await until(lambda: rig.cursor() == b"3", "read again, at once")
+        await until(lambda: rig.cursor() == b"3", "read again without waiting")
     assert rig.urls() == ["/1", "/2", "/3"]
 
 
-async def test_a_source_in_trouble_says_so_and_is_tried_again(rig: Rig) -> None:
+async def test_a_source_that_is_down_shows_its_error_and_is_read_again(rig: Rig) -> None:
     source = Pages(spec(every=0.05), ["/1"])
     source.broken = "its server is away"
     reader = rig.reader(source)
     async with rig.reading(reader):
-        await until(lambda: rig.state() and rig.state().error, "said")
+        await until(lambda: rig.state() and rig.state().error, "error recorded")
         assert "its server is away" in rig.state().error
         assert "mend it" in rig.state().error
-        assert await reader.settled()  # a run until idle does not wait for it
+        assert await reader.settled()  # a run until idle does not wait for this source
         source.broken = ""
-        await until(lambda: rig.urls() == ["/1"], "read at last")
+        await until(lambda: rig.urls() == ["/1"], "read after the error")
         await until(lambda: rig.state().error is None, "recovered")
         assert reader.error == ""
 
 
-async def test_a_bug_in_a_source_is_its_own_and_the_source_goes_on(
+async def test_a_bug_in_a_source_is_logged_and_the_source_is_read_again(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Buggy(Pages):
@@ -349,29 +344,31 @@ async def test_a_bug_in_a_source_is_its_own_and_the_source_goes_on(
                 yield batch
 
     async with rig.reading(rig.reader(Buggy(spec(every=0.05), ["/1"]))):
-        await until(lambda: rig.urls() == ["/1"], "went on")
+        await until(lambda: rig.urls() == ["/1"], "read after the bug")
     assert "bug in the source" in caplog.text
 
 
-async def test_of_two_readers_one_reads_and_the_other_takes_over(rig: Rig) -> None:
+async def test_one_of_two_readers_reads_and_the_other_takes_over(rig: Rig) -> None:
     paths = ["/1"]
     one, other = Pages(spec(), paths, endless=True), Pages(spec(), paths, endless=True)
     second = rig.reader(other, worker="w2")
     async with rig.reading(second):
         async with rig.reading(rig.reader(one)):
-            await until(lambda: rig.cursor() == b"1", "read by one")
-            await until(lambda: one.acknowledged + other.acknowledged == 1, "acknowledged by one")
+            await until(lambda: rig.cursor() == b"1", "read by one reader")
+            await until(
+                lambda: one.acknowledged + other.acknowledged == 1, "acknowledged by one reader"
+            )
             await until(lambda: rig.state().settled_at, "settled")
         paths.append("/2")
-        await until(lambda: rig.cursor() == b"2", "read by whoever is left")
+        await until(lambda: rig.cursor() == b"2", "read by the remaining reader")
     assert rig.urls() == ["/1", "/2"]
 
 
-async def test_rounds_come_every_so_often_and_a_restart_does_not_hurry_them(rig: Rig) -> None:
+async def test_rounds_follow_their_interval_even_after_a_restart(rig: Rig) -> None:
     source = Pages(spec(every=0.2), ["/1"])
     async with rig.reading(rig.reader(source)):
         await until(lambda: rig.cursor() == b"1", "a round")
-        await until(lambda: rig.state().next_at, "the next is planned")
+        await until(lambda: rig.state().next_at, "the next round is planned")
         source.paths.append("/2")
         await until(lambda: rig.cursor() == b"2", "another round")
     calm = Pages(spec(every=3600), source.paths)
@@ -382,11 +379,11 @@ async def test_rounds_come_every_so_often_and_a_restart_does_not_hurry_them(rig:
         assert rig.cursor() == b"2"
 
 
-async def test_a_shorter_time_between_rounds_holds_from_the_next_start_on(rig: Rig) -> None:
+async def test_a_shorter_interval_applies_from_the_next_start(rig: Rig) -> None:
     async with rig.reading(rig.reader(Pages(spec(every=86400), ["/1"]))):
         await until(
             lambda: rig.cursor() == b"1" and rig.state().next_at,
-            "a round, and the next is planned for tomorrow",
+            "a round, and the next round is planned for tomorrow",
         )
     async with rig.reading(rig.reader(Pages(spec(every=0.2), ["/1", "/2"]))):
         await until(lambda: rig.cursor() == b"2", "another round")

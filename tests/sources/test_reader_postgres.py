@@ -1,6 +1,4 @@
-"""The reader's sentences on a ledger that a fleet shares: the lock and the position are
-PostgreSQL's.
-"""
+"""The tests of the reader on a shared ledger: PostgreSQL holds the lock and the cursor."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""PostgreSQL under the sentences about the books: store, ledger and broker in a schema for each
-rig, dropped behind the test.
+"""PostgreSQL store for the tests of ledger transactions: one schema per rig, dropped after the
+test.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Kafka sink on a real server: every record once with its key, tombstones, topics, outages."""
+"""The Kafka sink on a real server: records with keys, tombstones, topics and outages."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def row(
 
 
 class Place(Ground):
-    """A server with topics that sinks made."""
+    """A server with topics that sinks created."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
@@ -68,7 +68,7 @@ class Place(Ground):
         return sink
 
     def messages(self, topic: str) -> list[Any]:
-        """All that is there, partition by partition."""
+        """Return all messages of the topic, partition by partition."""
         consumer = Consumer(
             {
                 "bootstrap.servers": self.servers,
@@ -92,7 +92,7 @@ class Place(Ground):
             consumer.close()
 
     def upserted(self, topic: str) -> dict[str, Any]:
-        """What a sink connector would have of it: by key, the last payload; a tombstone removes."""
+        """Return the last payload per key, without removed keys, as a sink connector does."""
         rows: dict[str, Any] = {}
         for m in self.messages(topic):
             key = json.dumps(json.loads(m.key())["payload"])
@@ -112,7 +112,7 @@ def place(server: Callable[[str], Handle]) -> Iterator[Place]:
     made.sweep()
 
 
-def test_every_record_is_a_message_with_its_key_and_says_which_it_is(place: Place) -> None:
+def test_every_record_is_a_message_with_its_key_and_an_id_header(place: Place) -> None:
     topic = place.name()
     sink = place.sink(topic)
     sink.open(0, "")
@@ -126,9 +126,7 @@ def test_every_record_is_a_message_with_its_key_and_says_which_it_is(place: Plac
     assert len({m.partition() for m in found}) == 2
 
 
-def test_a_batch_that_is_written_again_has_the_same_ids_and_leaves_the_same_rows(
-    place: Place,
-) -> None:
+def test_a_repeated_batch_has_the_same_ids_and_leaves_the_same_rows(place: Place) -> None:
     topic = place.name()
     sink = place.sink(topic)
     mark = sink.open(0, "")
@@ -139,7 +137,7 @@ def test_a_batch_that_is_written_again_has_the_same_ids_and_leaves_the_same_rows
     ]
     sink.write(batch)
     sink.close()
-    again = place.sink(topic)  # killed before the position was noted
+    again = place.sink(topic)  # the first sink was killed before its mark was recorded
     again.open(0, mark)
     again.write(batch)
     assert place.upserted(topic) == {
@@ -153,29 +151,25 @@ def test_a_batch_that_is_written_again_has_the_same_ids_and_leaves_the_same_rows
         b"e1-1": 1,
         b"e2-2": 1,
         b"e3-3": 1,
-    }, "byte for byte"
+    }, "both copies of a message have the same bytes"
 
 
-def test_with_transactions_a_batch_that_is_written_again_is_not_there_twice_and_one_that_was_torn_not_at_all(
-    place: Place,
-) -> None:
+def test_transactions_keep_repeated_and_torn_batches_out_of_the_topic(place: Place) -> None:
     topic = place.name()
     sink = place.sink(topic, transactions=True)
     mark = sink.open(0, "")
     batch = [row(n, f"k{n}", sku=f"k{n}", brand="x") for n in range(1, 51)]
     sink.write(batch)
-    again = place.sink(
-        topic, transactions=True
-    )  # the first was killed before the position was noted
+    # The flusher of the first sink was killed before the mark was recorded.
+    again = place.sink(topic, transactions=True)
     assert again.open(0, mark) == mark
     noted = again.write([*batch, row(51, "k51", sku="k51", brand=None)])
     assert len(place.messages(topic)) == 51
     assert place.upserted(topic)['{"sku": "k51"}'] == {"sku": "k51", "brand": None}, (
-        "types of what was committed are learnt all the same"
+        "the types of committed rows are learnt"
     )
-    with pytest.raises(
-        StoreUnavailable
-    ):  # and the first, which was not dead after all, cannot write any more
+    # The first sink still runs, but it is fenced and cannot write.
+    with pytest.raises(StoreUnavailable):
         sink.write([row(52, "late", sku="late")])
     producer = again._producer
     assert producer is not None
@@ -191,7 +185,7 @@ def test_with_transactions_a_batch_that_is_written_again_is_not_there_twice_and_
     assert len(place.messages(topic)) == 52
 
 
-def test_types_are_noted_with_the_position(place: Place) -> None:
+def test_field_types_are_recorded_in_the_mark(place: Place) -> None:
     topic = place.name()
     sink = place.sink(topic)
     sink.open(0, "")
@@ -203,7 +197,7 @@ def test_types_are_noted_with_the_position(place: Place) -> None:
     assert place.upserted(topic) == {'{"sku": "a"}': {"sku": "a", "price": None, "old": None}}
 
 
-def test_an_older_event_does_not_come_behind_a_newer_one(place: Place) -> None:
+def test_a_record_of_an_older_event_is_not_written_after_a_newer_one(place: Place) -> None:
     topic = place.name()
     sink = place.sink(topic)
     sink.open(0, "")
@@ -220,7 +214,7 @@ def test_an_older_event_does_not_come_behind_a_newer_one(place: Place) -> None:
     assert len(place.messages(all_of_them)) == 2
 
 
-def test_what_was_removed_is_a_tombstone(place: Place) -> None:
+def test_a_removed_record_is_a_tombstone(place: Place) -> None:
     topic = place.name()
     sink = place.sink(topic)
     sink.open(0, "")
@@ -228,7 +222,7 @@ def test_what_was_removed_is_a_tombstone(place: Place) -> None:
     assert list(place.upserted(topic)) == ['{"sku": "b"}']
 
 
-def test_a_topic_is_made_as_asked_and_one_that_is_there_is_left_alone(place: Place) -> None:
+def test_a_topic_is_created_with_its_options_and_an_existing_topic_is_kept(place: Place) -> None:
     topic = place.name()
     sink = place.sink(topic, compact=True, retention="forever", partitions=3)
     sink.open(0, "")
@@ -244,7 +238,7 @@ def test_a_topic_is_made_as_asked_and_one_that_is_there_is_left_alone(place: Pla
     assert len(place.admin.list_topics(topic, timeout=20).topics[topic].partitions) == 3
 
 
-def test_a_record_that_the_topic_does_not_take_is_named_and_waits(place: Place) -> None:
+def test_a_record_that_the_topic_refuses_is_named_in_the_error(place: Place) -> None:
     topic = place.topic(1, max_message_bytes="20000")
     sink = place.sink(topic, "key=sku&rdkafka.compression.type=none")
     sink.open(0, "")
@@ -255,7 +249,7 @@ def test_a_record_that_the_topic_does_not_take_is_named_and_waits(place: Place) 
         place.sink("a%20b")
 
 
-def test_a_login_that_is_refused_is_told_without_it(
+def test_a_refused_login_is_reported_without_its_password(
     place: Place, server: Callable[[str], Handle]
 ) -> None:
     secure, ca = f"127.0.0.1:{server('kafka').ports('secure')}", server("kafka").file("kafka.pem")
@@ -273,12 +267,12 @@ def test_a_login_that_is_refused_is_told_without_it(
     assert "hunter2" not in caught.value.message + caught.value.hint
 
 
-def test_a_sink_that_is_not_open_asks_for_it(place: Place) -> None:
+def test_a_sink_that_is_not_open_raises_reopen(place: Place) -> None:
     with pytest.raises(Reopen):
         place.sink(place.name()).write([row(1)])
 
 
-async def test_a_server_that_dies_is_an_outage_and_what_was_under_way_is_written_behind_it(
+async def test_a_killed_server_is_an_outage_and_the_batch_is_written_after_it(
     place: Place, server: Callable[[str], Handle]
 ) -> None:
     topic = place.name()
@@ -296,8 +290,7 @@ async def test_a_server_that_dies_is_an_outage_and_what_was_under_way_is_written
             await asyncio.to_thread(sink.open, 1, mark)
             await asyncio.to_thread(sink.write, [row(2, "b", sku="b")])
             break
-        except (
-            StoreUnavailable
-        ):  # as who flushes does: of a server that has just come back, not all answers at once
+        except StoreUnavailable:
+            # Retry, as the flusher does. Some parts of a restarted server answer later.
             await asyncio.sleep(0.2)
     assert sorted(place.upserted(topic)) == ['{"sku": "a"}', '{"sku": "b"}']

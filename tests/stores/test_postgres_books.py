@@ -1,5 +1,5 @@
-"""The sentences about the books, on PostgreSQL: the same tests, walks and machine, with ledger,
-claims, outbox and broker in one schema.
+"""The tests of ledger transactions on PostgreSQL, with ledger, claims, outbox and broker in one
+schema.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import settings
-from tests.embedded.test_books import *  # noqa: F403 (the sentences)
+from tests.embedded.test_books import *  # noqa: F403 (the tests)
 from tests.embedded.test_books import AnyOrder, Rig
 from tests.servers import Handle
 from tests.stores.postgres_ground import PostgresGround

@@ -1,5 +1,5 @@
-"""The lock of a fleet on a real PostgreSQL server: one holder on all machines, and a holder that
-lost it changes nothing any more.
+"""The fleet lock on a real PostgreSQL server: one holder on all machines, and a holder that lost
+the lock can no longer write.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.server("postgres")
 
 
 class Machine:
-    """A store of its own, a state directory of its own."""
+    """One machine with a separate store and state directory."""
 
     def __init__(self, url: str, namespace: str, at: Path) -> None:
         self.store = PostgresStore(url, namespace=namespace, durability="process")
@@ -40,11 +40,11 @@ class Machine:
         self.sink = jsonl.open_sink("jsonl:out.jsonl", {}, at)
 
     def bind(self, sql: Tx) -> Any:
-        """The tables of a transaction that a flusher and its lock ask for."""
+        """Return the tables of a transaction that a flusher and its lock use."""
         return SimpleNamespace(outbox=SqlOutbox(sql), locks=HolderTable(sql))
 
     async def note(self, upto: int, mark: str) -> None:
-        """As a flusher does."""
+        """Record a mark, as a flusher does."""
 
         def work(tx: Any) -> None:
             self.lock.verify(tx)
@@ -74,7 +74,7 @@ class Fleet:
         self.a, self.b = (Machine(url, self.namespace, at / name) for name in "ab")
 
     def cut(self, lock: FleetLock) -> None:
-        """The server ends the lock's connection, and is done with it when this returns."""
+        """Let the server close the connection of the lock, and wait until it is closed."""
         key = lock._key & ((1 << 64) - 1)
         held = "FROM pg_locks WHERE locktype='advisory' AND objsubid=1 AND classid::bigint=%s AND objid::bigint=%s"
         with psycopg.connect(self.url, autocommit=True) as db:
@@ -100,15 +100,17 @@ def fleet(server: Callable[[str], Handle], tmp_path: Path) -> Iterator[Fleet]:
 
 async def until(condition: Callable[[], Any]) -> None:
     async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 (another process's doing)
+        while not condition():  # noqa: ASYNC110 (another process changes it)
             await asyncio.sleep(0.01)
 
 
-async def test_one_process_of_all_machines_holds_it_and_gives_it_on(fleet: Fleet) -> None:
+async def test_one_process_of_all_machines_holds_the_lock_until_it_releases_it(
+    fleet: Fleet,
+) -> None:
     a, b = fleet.a.lock, fleet.b.lock
     beside = fleet.a.new_lock()
     assert await a.take()
-    assert await a.take(), "again is still"
+    assert await a.take(), "taking a held lock again succeeds"
     assert not await b.take()
     assert not await beside.take()
     assert (a.held, b.held, beside.held) == (True, False, False)
@@ -124,31 +126,30 @@ async def test_one_process_of_all_machines_holds_it_and_gives_it_on(fleet: Fleet
 
 async def until_taken(lock: FleetLock) -> None:
     async with asyncio.timeout(60):
-        while not await lock.take():  # noqa: ASYNC110 (the server takes a moment to see that a connection is gone)
+        # The server detects a closed connection with a delay.
+        while not await lock.take():  # noqa: ASYNC110 (the server sends no event)
             await asyncio.sleep(0.01)
 
 
-async def test_locks_of_other_names_and_namespaces_are_others(fleet: Fleet) -> None:
+async def test_locks_with_different_names_are_independent(fleet: Fleet) -> None:
     assert await fleet.a.lock.take()
     other = fleet.b.store.lock(fleet.b.at / "hooks.lock")
     assert await other.take()
     other.release()
 
 
-async def test_a_lock_whose_connection_was_cut_is_lost_at_once_and_can_be_taken_by_another(
-    fleet: Fleet,
-) -> None:
+async def test_a_lock_whose_connection_was_cut_is_lost_and_can_be_taken(fleet: Fleet) -> None:
     assert await fleet.a.lock.take()
     fleet.cut(fleet.a.lock)
     await until(lambda: not fleet.a.lock.held)
     assert fleet.a.lock.here, (
-        "the file is still this process's, so that no other of this machine touches what it left"
+        "this process keeps the file lock, so that no other local process changes its rows"
     )
     assert await fleet.b.lock.take()
     assert not await fleet.a.lock.take()
 
 
-async def test_a_stale_holder_that_does_not_know_yet_notes_nothing(fleet: Fleet) -> None:
+async def test_a_holder_that_lost_the_lock_cannot_record_a_mark(fleet: Fleet) -> None:
     a, b = fleet.a, fleet.b
     await a.put(1, 2, 3)
     assert await a.lock.take()
@@ -165,7 +166,7 @@ async def test_a_stale_holder_that_does_not_know_yet_notes_nothing(fleet: Fleet)
     await b.note(3, "b")
 
 
-async def test_a_machine_that_lost_the_lock_between_write_and_note_takes_its_rows_back(
+async def test_a_machine_that_lost_the_lock_after_a_write_truncates_its_rows(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = fleet.a, fleet.b
@@ -198,10 +199,10 @@ async def test_a_machine_that_lost_the_lock_between_write_and_note_takes_its_row
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
     assert (a.lines, b.lines) == ([b'{"n":1}', b'{"n":2}', b'{"n":5}'], [b'{"n":3}', b'{"n":4}'])
-    assert one.sink.notice == "", "its file was as it had left it"
+    assert one.sink.notice == "", "the file has the recorded state"
 
 
-async def test_machines_that_share_the_very_file_go_on_where_the_other_ended(fleet: Fleet) -> None:
+async def test_machines_that_share_one_file_continue_where_the_other_ended(fleet: Fleet) -> None:
     a, b = fleet.a, fleet.b
     b.sink = jsonl.open_sink("jsonl:out.jsonl", {}, a.at)
     for turn, (writes, waits) in enumerate([(a, b), (b, a), (a, b)]):
@@ -221,7 +222,7 @@ async def test_machines_that_share_the_very_file_go_on_where_the_other_ended(fle
     assert (a.sink.notice, b.sink.notice) == ("", "")
 
 
-async def test_a_machine_that_lost_the_lock_while_its_disk_was_full_is_not_down_for_good(
+async def test_a_flusher_with_a_full_disk_is_not_down_after_it_lost_the_lock(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = fleet.a, fleet.b
@@ -235,7 +236,7 @@ async def test_a_machine_that_lost_the_lock_while_its_disk_was_full_is_not_down_
     first = asyncio.create_task(one.run())
     await until(lambda: one.down)
     assert "No space left" in note_of(a.lock.path)
-    while not b.lock.held:  # whoever asks first has it
+    while not b.lock.held:  # the first machine that asks gets the lock
         if a.lock.held:
             fleet.cut(a.lock)
         await b.lock.take()

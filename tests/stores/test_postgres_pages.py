@@ -1,6 +1,4 @@
-"""The page store on a real PostgreSQL: in the ledger's own database, and in another one than the
-ledger's.
-"""
+"""The page store on a real PostgreSQL server, in the ledger's database and in another database."""
 
 from __future__ import annotations
 
@@ -75,7 +73,7 @@ def rig(request: pytest.FixtureRequest, server: Callable[[str], Handle]) -> Iter
         db.execute(f"DROP SCHEMA {made.namespace} CASCADE")
 
 
-async def test_bodies_come_back_unchanged_and_take_less_room(rig: Rig) -> None:
+async def test_bodies_are_read_unchanged_and_stored_compressed(rig: Rig) -> None:
     bodies = [b"", b"\0\xff" * 10, b"<p>same again</p>" * 5000, noise(3_000_000)]
     ids = await rig.put(*bodies)
     assert [await rig.pages.get(id_) for id_ in ids] == bodies
@@ -91,7 +89,7 @@ async def test_bodies_come_back_unchanged_and_take_less_room(rig: Rig) -> None:
     assert await rig.ledger.read(lambda tx: rig.pages.get_in(tx, ids[2])) == bodies[2]
 
 
-async def test_a_page_is_stored_once_whoever_stores_it(rig: Rig) -> None:
+async def test_a_page_that_two_workers_store_is_kept_once(rig: Rig) -> None:
     other = Rig(rig.url, rig.pages.shared, rig.namespace)
     try:
         for _ in range(2):
@@ -107,7 +105,7 @@ async def test_a_page_is_stored_once_whoever_stores_it(rig: Rig) -> None:
     assert (await rig.ledger.read(rig.pages.totals_in))[0] == 40
 
 
-async def test_a_page_that_is_seen_again_stays_and_one_that_is_needed_stays_too(rig: Rig) -> None:
+async def test_retention_keeps_pages_that_were_stored_again_or_are_needed(rig: Rig) -> None:
     old, again, needed = await rig.put(b"old", b"again", b"needed")
     rig.clock.advance(100.0)
     await rig.put(b"again")
@@ -115,7 +113,7 @@ async def test_a_page_that_is_seen_again_stays_and_one_that_is_needed_stays_too(
     assert [await rig.pages.get(id_) for id_ in (old, again, needed)] == [None, b"again", b"needed"]
 
 
-async def test_what_retention_took_is_stored_again_when_it_comes_again(rig: Rig) -> None:
+async def test_a_page_that_another_worker_pruned_is_stored_again(rig: Rig) -> None:
     (id_,) = await rig.put(b"body")
     other = Rig(rig.url, rig.pages.shared, rig.namespace)
     try:
@@ -123,13 +121,11 @@ async def test_what_retention_took_is_stored_again_when_it_comes_again(rig: Rig)
         assert (await other.prune(older_than=other.clock.now()))[0] == 1
     finally:
         other.close()
-    assert await rig.put(b"body") == [id_]  # this process took it for known
+    assert await rig.put(b"body") == [id_]  # this process has the page in its cache
     assert await rig.pages.get(id_) == b"body"
 
 
-async def test_beyond_the_size_the_oldest_go_first_and_what_is_needed_does_not_stop_that(
-    rig: Rig,
-) -> None:
+async def test_a_size_limit_removes_the_oldest_pages_that_are_not_needed(rig: Rig) -> None:
     ids = []
     for n in range(6):
         ids += await rig.put(noise(10_000, n))
@@ -147,7 +143,7 @@ async def test_beyond_the_size_the_oldest_go_first_and_what_is_needed_does_not_s
     ]
 
 
-async def test_more_needed_pages_than_one_look_sees_do_not_hide_the_others(
+async def test_pruning_finds_a_page_behind_more_needed_pages_than_one_batch(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.pages.postgres.PRUNE", 3)
@@ -159,14 +155,14 @@ async def test_more_needed_pages_than_one_look_sees_do_not_hide_the_others(
     assert await rig.pages.get(gone) is None
 
 
-async def test_a_page_that_the_books_did_not_name_is_in_nobodys_way(rig: Rig) -> None:
+async def test_a_page_of_a_failed_transaction_can_be_stored_again(rig: Rig) -> None:
     staged = rig.pages.stage([(page_id(b"lost"), b"lost")])
     await rig.pages.send(staged)
     rig.pages.forget(staged)  # the transaction failed
     assert await rig.put(b"lost") == [page_id(b"lost")]
 
 
-async def test_bytes_that_were_harmed_are_said_to_be(rig: Rig) -> None:
+async def test_a_damaged_body_raises_an_error_about_its_hash(rig: Rig) -> None:
     (id_,) = await rig.put(b"body")
     for harm in (b"garbage", __import__("zstandard").compress(b"other")):
         await rig.own.write(
@@ -176,7 +172,7 @@ async def test_bytes_that_were_harmed_are_said_to_be(rig: Rig) -> None:
             await rig.pages.get(id_)
 
 
-async def test_a_server_that_is_away_is_an_outage_and_the_pages_can_be_sent_again(rig: Rig) -> None:
+async def test_pages_can_be_sent_again_after_the_server_was_unreachable(rig: Rig) -> None:
     staged = rig.pages.stage([(page_id(b"body"), b"body")])
     where = dict(rig.own.address.options)
     rig.own.address.options["port"] = "1"

@@ -1,6 +1,4 @@
-"""The sentences about brokers that lie apart, with the ledger on PostgreSQL: what is to be told to
-the broker is noted there.
-"""
+"""The tests of the relay with the ledger and its outgoing table on PostgreSQL."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from tests.embedded.test_books import Rig
-from tests.embedded.test_relay import *  # noqa: F403 (the sentences)
+from tests.embedded.test_relay import *  # noqa: F403 (the tests)
 from tests.servers import Handle
 from tests.stores.postgres_ground import PostgresGround
 

@@ -1,4 +1,4 @@
-"""The PostgreSQL sink on a real server: through its outbox, and in the caller's transaction."""
+"""The PostgreSQL sink on a real server, through its outbox and in the caller's transaction."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def row(n: int, key: str | None = None, order: int | None = None, /, **fields: A
 
 
 class Place:
-    """A schema of its own on the server, and what is in it."""
+    """A separate schema on the server, with its sinks and stores."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -59,7 +59,7 @@ class Place:
         return sink
 
     def store(self) -> PostgresStore:
-        """As the ledger's: its tables in the same schema here, so that one DROP takes all."""
+        """Open a store like the ledger's. It uses the same schema, so that one DROP removes all."""
         made = PostgresStore(self.url, namespace=self.schema)
         made.part("nothing", 1, "")
         self.stores.append(made)
@@ -87,7 +87,7 @@ def place(server: Callable[[str], Handle]) -> Iterator[Place]:
     made.db.close()
 
 
-def test_one_row_per_key_from_the_newest_accepted_event(place: Place) -> None:
+def test_upsert_keeps_one_row_per_key_from_the_newest_accepted_event(place: Place) -> None:
     sink = place.sink()
     sink.open(0, "")
     sink.write(
@@ -104,9 +104,7 @@ def test_one_row_per_key_from_the_newest_accepted_event(place: Place) -> None:
     ) == [("a", 2, "e2", None), ("b", 6, "e6", None)]
 
 
-def test_a_field_the_newer_record_lacks_is_null_and_a_column_of_the_user_stays(
-    place: Place,
-) -> None:
+def test_a_missing_field_becomes_null_and_a_column_of_the_user_is_kept(place: Place) -> None:
     sink = place.sink()
     sink.open(0, "")
     sink.write([row(1, "a", price=1, offer="yes")])
@@ -115,7 +113,7 @@ def test_a_field_the_newer_record_lacks_is_null_and_a_column_of_the_user_stays(
     assert place.sql("SELECT price, offer, checked FROM products") == [(2, None, "by hand")]
 
 
-def test_append_mode_holds_one_row_per_record(place: Place) -> None:
+def test_append_mode_writes_one_row_per_record(place: Place) -> None:
     sink = place.sink(mode="append")
     sink.open(0, "")
     sink.write([row(1, "a", price=1), row(2, "a", price=2), row(3, "a", 0, price=3)])
@@ -123,18 +121,18 @@ def test_append_mode_holds_one_row_per_record(place: Place) -> None:
 
 
 @pytest.mark.parametrize("mode", ["append", "upsert"])
-def test_a_batch_that_comes_again_writes_nothing(place: Place, mode: str) -> None:
+def test_a_repeated_batch_is_not_written_again(place: Place, mode: str) -> None:
     sink = place.sink(mode=mode)
     mark = sink.open(0, "")
     sink.write([row(1, price=1), row(2, price=2)])
-    other = place.sink(mode=mode)  # on another machine, as far as the server knows
+    other = place.sink(mode=mode)  # the server sees another machine
     other.open(0, mark)
     other.write([row(1, price=8), row(2, price=9), row(3, price=3)])
     assert other.notice == ""
     assert sorted(place.sql("SELECT price FROM products")) == [(1,), (2,), (3,)]
 
 
-def test_a_target_that_was_put_back_or_dropped_is_said_and_continued(place: Place) -> None:
+def test_a_restored_or_dropped_target_is_reported_and_continued(place: Place) -> None:
     sink = place.sink(mode="append")
     mark = sink.open(0, "")
     sink.write([row(1, price=1)])
@@ -190,7 +188,7 @@ def test_columns_have_the_type_of_their_values_and_every_value_is_kept_exactly(
     ] == ["19.99", "20"]
 
 
-def test_a_whole_number_column_grows_when_a_fraction_or_a_huge_number_comes(place: Place) -> None:
+def test_an_integer_column_becomes_numeric_for_a_fraction_or_a_huge_number(place: Place) -> None:
     sink = place.sink()
     sink.open(0, "")
     sink.write([row(1, "a", price=20, n=1)])
@@ -203,7 +201,9 @@ def test_a_whole_number_column_grows_when_a_fraction_or_a_huge_number_comes(plac
     assert place.sql("SELECT count(*) FROM products WHERE _penstock_rest IS NOT NULL") == [(0,)]
 
 
-def test_a_column_that_a_view_stands_on_stays_and_the_value_is_kept_beside_it(place: Place) -> None:
+def test_a_column_that_a_view_uses_is_not_changed_and_the_value_is_kept_as_json(
+    place: Place,
+) -> None:
     sink = place.sink()
     sink.open(0, "")
     sink.write([row(1, "a", price=20)])
@@ -215,7 +215,7 @@ def test_a_column_that_a_view_stands_on_stays_and_the_value_is_kept_beside_it(pl
     assert "could not be changed" in sink.notice
 
 
-def test_nul_characters_are_replaced_in_the_cell_and_kept_beside_it(place: Place) -> None:
+def test_nul_characters_are_replaced_in_the_cell_and_kept_as_json(place: Place) -> None:
     sink = place.sink()
     sink.open(0, "")
     sink.write([row(1, "a\0b", s="x\0y", o={"k": "\0", "back": "\\u0000"}), row(2, "a\0c", s="z")])
@@ -226,7 +226,7 @@ def test_nul_characters_are_replaced_in_the_cell_and_kept_beside_it(place: Place
     assert [s for (s,) in place.sql("SELECT s FROM products ORDER BY 1")] == ["again", "z"]
 
 
-def test_a_key_of_any_length_is_still_one_row(place: Place) -> None:
+def test_records_with_very_long_keys_have_one_row_per_key(place: Place) -> None:
     sink = place.sink()
     sink.open(0, "")
     keys = [secrets.token_hex(5000), secrets.token_hex(5000)]
@@ -265,7 +265,7 @@ def test_any_field_or_table_name_is_safe(place: Place, name: str) -> None:
     assert place.sql(f'SELECT {wanted} FROM "{quoted}"') == [("v2",)]
 
 
-def test_what_can_have_no_column_is_kept_as_json_and_said(place: Place) -> None:
+def test_fields_that_cannot_have_a_column_are_kept_as_json_with_a_notice(place: Place) -> None:
     sink = place.sink(max_columns=12)
     sink.open(0, "")
     long = "n" * 64
@@ -301,9 +301,7 @@ def test_a_row_wider_than_a_block_is_kept_as_json(place: Place) -> None:
     ]
 
 
-def test_a_table_of_the_user_is_filled_where_names_match_and_what_it_refuses_is_kept_beside(
-    place: Place,
-) -> None:
+def test_a_users_table_is_filled_by_name_and_refused_values_are_kept_as_json(place: Place) -> None:
     place.sql(
         "CREATE TABLE products (id serial PRIMARY KEY, price integer, double integer GENERATED ALWAYS AS (price * 2) STORED, day date, code varchar(3))"
     )
@@ -328,7 +326,7 @@ def test_a_table_of_the_user_is_filled_where_names_match_and_what_it_refuses_is_
     assert "refuses some values" in sink.notice
 
 
-def test_a_row_that_the_table_never_takes_is_an_outage_that_says_why(place: Place) -> None:
+def test_a_row_that_the_table_refuses_is_an_outage_with_the_reason(place: Place) -> None:
     place.sql("CREATE TABLE products (must text NOT NULL, price integer)")
     sink = place.sink()
     sink.open(0, "")
@@ -338,7 +336,7 @@ def test_a_row_that_the_table_never_takes_is_an_outage_that_says_why(place: Plac
     assert place.sql("SELECT price FROM products") == [(1,)]
 
 
-def test_a_view_a_table_with_doubled_keys_or_a_missing_schema_is_refused(place: Place) -> None:
+def test_a_view_a_table_with_duplicate_keys_or_a_missing_schema_is_refused(place: Place) -> None:
     appending = place.sink(mode="append")
     appending.open(0, "")
     appending.write([row(1, "a"), row(2, "a")])
@@ -352,7 +350,7 @@ def test_a_view_a_table_with_doubled_keys_or_a_missing_schema_is_refused(place: 
     assert "CREATE SCHEMA" in caught.value.hint
 
 
-def test_no_permission_is_said_with_the_grant_that_helps(place: Place) -> None:
+def test_a_missing_permission_is_reported_with_the_needed_grant(place: Place) -> None:
     place.sql("CREATE TABLE products (price integer)")
     place.sql(f"DROP ROLE IF EXISTS {place.schema}")
     place.sql(f"CREATE ROLE {place.schema} LOGIN")
@@ -373,9 +371,7 @@ def test_no_permission_is_said_with_the_grant_that_helps(place: Place) -> None:
         place.sql(f"DROP ROLE {place.schema}")
 
 
-def test_a_server_that_cuts_the_connection_is_an_outage_and_nothing_is_half_written(
-    place: Place,
-) -> None:
+def test_a_cut_connection_is_an_outage_and_the_batch_can_be_repeated(place: Place) -> None:
     sink = place.sink()
     mark = sink.open(0, "")
     sink.write([row(1, "a", price=1)])
@@ -391,7 +387,7 @@ def test_a_server_that_cuts_the_connection_is_an_outage_and_nothing_is_half_writ
     assert sorted(place.sql("SELECT _penstock_key FROM products")) == [("a",), ("b",), ("c",)]
 
 
-def test_a_busy_table_does_not_stop_the_sink(place: Place) -> None:
+def test_a_locked_table_does_not_stop_the_sink(place: Place) -> None:
     sink = place.sink()
     sink.open(0, "")
     sink.write([row(1, "a", price=1)])
@@ -404,7 +400,7 @@ def test_a_busy_table_does_not_stop_the_sink(place: Place) -> None:
         assert "could not be changed" in sink.notice
 
 
-def test_rows_in_the_callers_transaction_live_and_die_with_it(place: Place) -> None:
+def test_rows_are_committed_or_rolled_back_with_the_callers_transaction(place: Place) -> None:
     sink = place.sink()
     store = place.store()
     store.write_now(sink.prepare_in)
@@ -430,7 +426,7 @@ def test_rows_in_the_callers_transaction_live_and_die_with_it(place: Place) -> N
     ]
 
 
-def test_two_workers_may_add_columns_to_one_table_in_turn(place: Place) -> None:
+def test_two_workers_can_alternately_add_columns_to_one_table(place: Place) -> None:
     stores = [place.store() for _ in range(2)]
     sinks = [place.sink() for _ in range(2)]
     for store, sink in zip(stores, sinks, strict=True):
@@ -441,9 +437,7 @@ def test_two_workers_may_add_columns_to_one_table_in_turn(place: Place) -> None:
     assert place.sql("SELECT f6, f7, f8 FROM products") == [(None, 8, 8)]
 
 
-def test_tables_that_were_dropped_under_the_books_are_made_again_at_the_next_try(
-    place: Place,
-) -> None:
+def test_dropped_tables_are_created_again_at_the_second_write(place: Place) -> None:
     store, sink = place.store(), place.sink()
     store.write_now(lambda tx: sink.write_in(tx, [row(1, "a", price=1)]))
     place.sql("DROP TABLE products, _penstock_columns")
@@ -453,7 +447,7 @@ def test_tables_that_were_dropped_under_the_books_are_made_again_at_the_next_try
     assert place.sql("SELECT price FROM products") == [(2,)]
 
 
-def test_a_table_of_somebody_else_is_not_filled_from_the_books(place: Place) -> None:
+def test_a_table_of_another_application_is_not_filled_in_a_transaction(place: Place) -> None:
     place.sql("CREATE TABLE products (id integer)")
     store = place.store()
     with pytest.raises(ConfigError, match="belongs to another application"):
@@ -474,7 +468,7 @@ def test_a_table_of_somebody_else_is_not_filled_from_the_books(place: Place) -> 
         ("postgres://u:sec/ret@h:99999/db", "its port"),
     ],
 )
-def test_a_mistyped_url_is_refused_with_a_next_step_and_without_its_password(
+def test_a_mistyped_url_is_refused_with_a_hint_and_without_its_password(
     url: str, says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
@@ -483,7 +477,7 @@ def test_a_mistyped_url_is_refused_with_a_next_step_and_without_its_password(
     assert "sec" not in caught.value.message + caught.value.hint
 
 
-def test_an_unreachable_server_a_wrong_database_and_a_wrong_user_are_sentences(
+def test_an_unreachable_server_unknown_database_and_user_have_different_errors(
     place: Place,
 ) -> None:
     base = place.url.rpartition("/")[0]
@@ -502,7 +496,7 @@ def test_an_unreachable_server_a_wrong_database_and_a_wrong_user_are_sentences(
         assert "secret" not in caught.value.message
 
 
-def test_a_sink_shares_the_ledgers_transaction_exactly_where_it_shares_its_database() -> None:
+def test_a_sink_shares_the_transaction_only_if_it_uses_the_ledgers_database() -> None:
     sink = postgres.open_sink("postgres://u:p@db.example/shop?table=products", {}, Path())
     assert sink.shares("postgresql://other@db.example:5432/shop")
     assert not sink.shares("postgres://u:p@db.example/other")
@@ -510,7 +504,7 @@ def test_a_sink_shares_the_ledgers_transaction_exactly_where_it_shares_its_datab
     assert not sink.shares("sqlite:shop.db")
 
 
-def test_a_removed_record_loses_its_row_unless_a_newer_event_wrote_it(place: Place) -> None:
+def test_a_removal_deletes_the_row_unless_a_newer_event_wrote_it(place: Place) -> None:
     def removal(n: int, key: str, order: int) -> Row:
         made = row(n, key, order, sku=key)
         return Row(n, key, made.body.replace(b'"event_id"', b'"deleted": true, "event_id"'), order)

@@ -1,5 +1,5 @@
-"""Claims, slots, robots.txt and proxy health on a real Redis server: taken once, given once, and
-known to the whole fleet.
+"""Claims, slots, robots.txt and proxy health on a real Redis server. Each claim and slot has one
+owner, and the whole fleet shares the state.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NO_TX = None
 
 
 class Fleet:
-    """One namespace on the server, and any number of workers in it."""
+    """One namespace on the server with any number of workers."""
 
     def __init__(self, url: str) -> None:
         self.url, self.prefix = url, f"c{uuid.uuid4().hex[:8]}"
@@ -59,7 +59,7 @@ class Fleet:
             await claims.close()
 
     def processes(self, script: str, n: int) -> list[list[object]]:
-        """What each of `n` processes printed as JSON; all begin when the last one is ready."""
+        """Run `n` processes that start together, and return the JSON that each printed."""
         code = PREAMBLE + script
         started = [
             subprocess.Popen(
@@ -108,7 +108,7 @@ def fleet(server: Callable[[str], Handle]) -> Fleet:
 # -- claims ----------------------------------------------------------------------------------------
 
 
-async def test_a_claim_is_taken_only_from_the_owner_that_was_seen_and_asking_again_changes_nothing(
+async def test_a_claim_is_taken_only_from_the_expected_owner_and_may_be_repeated(
     fleet: Fleet,
 ) -> None:
     async with fleet:
@@ -117,7 +117,7 @@ async def test_a_claim_is_taken_only_from_the_owner_that_was_seen_and_asking_aga
             [ClaimChange(b"u1", "e1", None, None), ClaimChange(b"u2", "e2", "g2", None)]
         ) == [True, True]
         assert await c.take([ClaimChange(b"u1", "e1", None, None)]) == [True], (
-            "the answer was lost, it may be"
+            "a worker repeats the call if its answer was lost"
         )
         assert await c.take(
             [
@@ -135,7 +135,7 @@ async def test_a_claim_is_taken_only_from_the_owner_that_was_seen_and_asking_aga
         assert await c.take([]) == []
 
 
-async def test_the_next_one_is_noted_with_the_owner_it_waits_for_and_goes_with_it(
+async def test_the_next_event_is_set_only_for_the_current_owner_and_cleared_with_it(
     fleet: Fleet,
 ) -> None:
     async with fleet:
@@ -146,13 +146,15 @@ async def test_the_next_one_is_noted_with_the_owner_it_waits_for_and_goes_with_i
         assert await c.set_next(b"u", "e2", "e1")
         assert (await c.holders([b"u"]))[b"u"].next == "e2"
         assert await c.take([ClaimChange(b"u", "e1", None, None)]) == [True]
-        assert (await c.holders([b"u"]))[b"u"].next == "e2", "it was its owner's already"
+        assert (await c.holders([b"u"]))[b"u"].next == "e2", (
+            "the owner took its claim again, which keeps the next event"
+        )
         assert await c.take([ClaimChange(b"u", "e2", "e1", "e1")]) == [True]
         held = (await c.holders([b"u"]))[b"u"]
         assert (held.owner, held.good, held.next) == ("e2", "e1", None)
 
 
-async def test_old_claims_are_forgotten_and_young_ones_kept(fleet: Fleet) -> None:
+async def test_pruning_removes_old_claims_and_keeps_young_ones(fleet: Fleet) -> None:
     async with fleet:
         c = fleet.worker()
         await c.take([ClaimChange(b"%d" % i, "e", None, None) for i in range(2500)])
@@ -162,7 +164,7 @@ async def test_old_claims_are_forgotten_and_young_ones_kept(fleet: Fleet) -> Non
         assert list(await c.holders([b"0", b"2499", b"young"])) == [b"young"]
 
 
-def test_of_two_processes_that_race_for_a_claim_one_gets_it(fleet: Fleet) -> None:
+def test_one_of_two_processes_that_race_for_a_claim_gets_it(fleet: Fleet) -> None:
     script = """
 async def work():
     won = []
@@ -175,10 +177,10 @@ asyncio.run(main(work))
         assert sorted(answers) == [False, True]
 
 
-# -- pace ------------------------------------------------------------------------------------------
+# -- slots and limits ------------------------------------------------------------------------------
 
 
-def test_four_processes_get_each_slot_once_and_none_too_close_to_another(fleet: Fleet) -> None:
+def test_four_processes_reserve_different_slots_at_the_configured_interval(fleet: Fleet) -> None:
     script = """
 async def work():
     slots = []
@@ -195,7 +197,7 @@ asyncio.run(main(work))
         assert min(b - a for a, b in pairwise(slots)) > 1 / 200 - 1e-5
 
 
-async def test_slots_far_away_are_told_but_not_given(fleet: Fleet) -> None:
+async def test_slots_beyond_the_time_limit_are_returned_but_not_reserved(fleet: Fleet) -> None:
     async with fleet:
         c, other = fleet.worker(rate=0.01), fleet.worker(rate=0.01)
         before = SystemClock().now()
@@ -204,12 +206,12 @@ async def test_slots_far_away_are_told_but_not_given(fleet: Fleet) -> None:
         assert [round(s - slots[0]) for s in slots] == [0, 100, 200, 300, 400]
         ((following,),) = (await other.reserve({"a.test": 1})).values()
         assert following == pytest.approx(slots[3], abs=0.1), (
-            "only those within the time were given"
+            "only the slots within the time limit were reserved"
         )
         assert c.gap("a.test") == 100.0
 
 
-async def test_a_throttled_host_is_left_alone_by_every_worker_and_what_was_given_before_is_void(
+async def test_a_throttled_host_is_blocked_in_every_worker_and_older_slots_are_void(
     fleet: Fleet,
 ) -> None:
     async with fleet:
@@ -227,7 +229,7 @@ async def test_a_throttled_host_is_left_alone_by_every_worker_and_what_was_given
         assert other.blocked_until("b.test") == other.voided("b.test") == 0.0
 
 
-async def test_a_content_host_costs_no_write_and_a_penalty_ends_after_enough_successes(
+async def test_a_success_changes_no_host_state_and_enough_successes_end_a_penalty(
     fleet: Fleet,
 ) -> None:
     async with fleet:
@@ -244,7 +246,7 @@ async def test_a_content_host_costs_no_write_and_a_penalty_ends_after_enough_suc
         assert c.hosts.state("a.test").throttles == 1
 
 
-async def test_a_crawl_delay_holds_for_all_from_the_next_reservation_on(fleet: Fleet) -> None:
+async def test_a_crawl_delay_applies_to_all_workers_from_the_next_reservation(fleet: Fleet) -> None:
     async with fleet:
         c, other = fleet.worker(), fleet.worker()
         await other.reserve({"a.test": 1})
@@ -253,13 +255,13 @@ async def test_a_crawl_delay_holds_for_all_from_the_next_reservation_on(fleet: F
         assert c.voided("a.test") > 0
         slots = (await other.reserve({"a.test": 2}))["a.test"]
         assert slots[1] - slots[0] == pytest.approx(2.0, abs=0.001)
-        assert slots[0] > before + 1.9, "robots.txt itself was a request"
+        assert slots[0] > before + 1.9, "the request for robots.txt used a slot"
         await c.crawl_delay("a.test", None)
         assert c.hosts.state("a.test").crawl_delay is None
 
 
 class Wrong:
-    """A clock that is off."""
+    """A clock that is wrong by `by` seconds."""
 
     def __init__(self, by: float) -> None:
         self.by = by
@@ -272,12 +274,13 @@ class Wrong:
 
 
 @pytest.mark.parametrize("by", [-3600.0, -7.0, 7.0, 3600.0])
-async def test_a_worker_whose_clock_is_off_asks_no_host_too_early(fleet: Fleet, by: float) -> None:
+async def test_a_worker_with_a_wrong_clock_requests_no_host_too_early(
+    fleet: Fleet, by: float
+) -> None:
     async with fleet:
         right, wrong = fleet.worker(rate=2.0), fleet.worker(Wrong(by), rate=2.0)
-        while (
-            abs(wrong.clock.offset + by) > 0.05
-        ):  # until a question was answered quickly: no clock is compared better than that
+        # Repeat until one round trip was short, because it limits the accuracy of the offset.
+        while abs(wrong.clock.offset + by) > 0.05:
             await wrong.refresh()
         moments = []
         for _ in range(4):
@@ -292,19 +295,19 @@ async def test_a_worker_whose_clock_is_off_asks_no_host_too_early(fleet: Fleet, 
         )
 
 
-def test_what_could_be_the_way_there_and_back_is_no_difference_of_clocks() -> None:
+def test_the_clock_offset_ignores_differences_within_the_round_trip() -> None:
     clock = FleetClock(SystemClock())
     for asked, server, answered, offset in [
         (100.0, 100.2, 100.4, 0.0),
-        (100.0, 105.0, 100.2, 4.8),  # narrower, and so believed
-        (100.0, 100.1, 100.5, 4.8),  # wider: no better than what is known
-        (200.0, 190.0, 200.5, -10.0),  # the other is old by now
+        (100.0, 105.0, 100.2, 4.8),  # a shorter round trip replaces the offset
+        (100.0, 100.1, 100.5, 4.8),  # a longer round trip is ignored
+        (200.0, 190.0, 200.5, -10.0),  # the older measurement has expired
     ]:
         clock.compared(asked, server, answered)
         assert clock.offset == pytest.approx(offset)
 
 
-# -- for people ------------------------------------------------------------------------------------
+# -- operator commands -----------------------------------------------------------------------------
 
 
 async def test_limits_and_pauses_of_one_host_reach_every_worker(fleet: Fleet) -> None:
@@ -325,18 +328,18 @@ async def test_limits_and_pauses_of_one_host_reach_every_worker(fleet: Fleet) ->
         assert (other.concurrency("a.test"), other.blocked_until("b.test")) == (8, 0.0)
 
 
-async def test_a_decision_of_a_person_and_one_of_a_worker_both_count(fleet: Fleet) -> None:
+async def test_a_limit_set_by_an_operator_replaces_the_cached_state_of_a_worker(
+    fleet: Fleet,
+) -> None:
     async with fleet:
         c = fleet.worker()
         await c.reserve({"a.test": 1})
         c.hosts.change("a.test", lambda s: msgspec.structs.replace(s, rate=math.inf))
         slots = (await c.reserve({"a.test": 3}))["a.test"]
-        assert len(set(slots)) == 1, (
-            "unlimited from now on, though the worker remembered another state"
-        )
+        assert len(set(slots)) == 1, "unlimited, although the worker had cached another state"
 
 
-async def test_exceptions_are_kept_with_their_reasons_and_ended_not_deleted(fleet: Fleet) -> None:
+async def test_exceptions_keep_their_reasons_and_are_ended_instead_of_deleted(fleet: Fleet) -> None:
     async with fleet:
         c, other = fleet.worker(), fleet.worker()
         hosts = c.hosts
@@ -367,7 +370,9 @@ async def test_exceptions_are_kept_with_their_reasons_and_ended_not_deleted(flee
         assert hosts.exceptions(ended=True) == []
 
 
-async def test_a_robots_file_is_cached_for_all_with_its_status_and_time(fleet: Fleet) -> None:
+async def test_a_robots_file_is_cached_for_all_workers_with_its_status_and_expiry(
+    fleet: Fleet,
+) -> None:
     async with fleet:
         c, other = fleet.worker(), fleet.worker()
         assert await c.robots("https://a.test") is None
@@ -386,7 +391,9 @@ async def test_a_robots_file_is_cached_for_all_with_its_status_and_time(fleet: F
         ]
 
 
-async def test_trouble_with_a_proxy_is_known_to_all_and_forgiven_by_success(fleet: Fleet) -> None:
+async def test_proxy_failures_are_shared_by_all_workers_and_cleared_by_success(
+    fleet: Fleet,
+) -> None:
     async with fleet:
         mine, theirs = fleet.worker().proxies, fleet.worker().proxies
         await mine.failed("p1", "a.test", "proxy one", cooldown=0.0, longest=60.0, reason="refused")
@@ -403,7 +410,7 @@ async def test_trouble_with_a_proxy_is_known_to_all_and_forgiven_by_success(flee
         ]
         await theirs.worked("p1", "a.test", "proxy one")
         await theirs.worked("p1", "a.test", "proxy one")
-        assert set(theirs.view) == {("p1", ANY_HOST)}, "that one still cools down"
+        assert set(theirs.view) == {("p1", ANY_HOST)}, "the proxy still cools down for all hosts"
         await mine.refresh()
         assert set(mine.view) == {("p1", ANY_HOST)}
         await mine.failed("p1", "a.test", "proxy one", cooldown=0.0, longest=60.0, reason="again")
@@ -411,13 +418,13 @@ async def test_trouble_with_a_proxy_is_known_to_all_and_forgiven_by_success(flee
         await mine.listed("pool", 3, "")
         assert {pool: row[1:] for pool, row in theirs.lists_in(NO_TX).items()} == {"pool": (3, "")}
         await mine.prune()
-        assert len(mine.view) == 2, "nothing of it is old"
+        assert len(mine.view) == 2, "all entries are young"
 
 
 # -- outages ---------------------------------------------------------------------------------------
 
 
-async def test_a_server_that_is_away_is_said_so_and_what_it_knew_is_still_there_when_it_is_back(
+async def test_calls_raise_while_the_server_is_down_and_its_data_survives(
     fleet: Fleet, server: Callable[[str], Handle]
 ) -> None:
     async with fleet:
@@ -438,11 +445,11 @@ async def test_a_server_that_is_away_is_said_so_and_what_it_knew_is_still_there_
         server("redis").start()
         assert (await c.holders([b"u"]))[b"u"].owner == "e1"
         ((slot,),) = (await c.reserve({"a.test": 1})).values()
-        assert slot > first[-1], "no slot is given twice"
+        assert slot > first[-1], "no slot is reserved twice"
 
 
-async def test_a_call_that_is_cancelled_ends_in_whichever_moment_that_is(fleet: Fleet) -> None:
-    """A worker's chores are cancelled once, at its end: one that went on would keep it from ending."""
+async def test_a_call_ends_when_it_is_cancelled_at_any_moment(fleet: Fleet) -> None:
+    """A worker cancels its background tasks once. A task that continued would block its end."""
     async with fleet:
         claims = fleet.worker()
         await claims.refresh()
@@ -461,4 +468,4 @@ async def test_a_call_that_is_cancelled_ends_in_whichever_moment_that_is(fleet: 
             done, _ = await asyncio.wait([task], timeout=5)
             going = bool(done)
             await asyncio.wait([task])
-            assert task.cancelled(), f"cancelled {turns % 20} turns after it began, it goes on"
+            assert task.cancelled(), f"the task continued after a cancel in turn {turns % 20}"

@@ -1,5 +1,5 @@
-"""The page store on S3: bytes that come back unchanged from a real server, an index that is
-committed with the books, and a sentence for each mistake.
+"""The page store on a real S3 server: unchanged bytes, an index that is committed with the ledger,
+and an error for each mistake.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Place = Callable[[str], Handle]
 
 
 class Rig:
-    """A worker: its own view of a shared bucket and a shared index."""
+    """One worker that shares a bucket and an index with other workers."""
 
     def __init__(self, url: str, db: Any = None, clock: ManualClock | None = None) -> None:
         self.url, self.db, self.clock = url, db or Database(":memory:"), clock or ManualClock()
@@ -68,9 +68,8 @@ class Rig:
 
     async def sweep(self) -> None:
         await self.db.write(self.store.sweep_in)
-        await asyncio.wrap_future(
-            self.store._remover.submit(lambda: None)
-        )  # behind the removal, which is on that thread
+        # The removal runs on this thread. Wait until it has ended.
+        await asyncio.wrap_future(self.store._remover.submit(lambda: None))
         await self.db.write(self.store.sweep_in)
 
     def objects(self) -> int:
@@ -91,7 +90,7 @@ def html(n: int) -> bytes:
     return b"<html>" + b"%d " % n * 500 + b"</html>"
 
 
-async def test_bodies_come_back_unchanged_whatever_they_are(server: Place) -> None:
+async def test_bodies_are_read_unchanged(server: Place) -> None:
     async with rig(server) as r:
         await r.store.start()
         bodies = [b"", b"\x00\xff", html(1), random.Random(1).randbytes(100_000)]
@@ -102,9 +101,7 @@ async def test_bodies_come_back_unchanged_whatever_they_are(server: Place) -> No
         assert await r.store.get("no id") is None
 
 
-async def test_a_page_is_stored_once_however_often_and_by_whomever_it_is_fetched(
-    server: Place,
-) -> None:
+async def test_a_page_that_workers_store_several_times_is_one_object(server: Place) -> None:
     async with rig(server) as r:
         for worker in (r, r, r.other()):
             await worker.put(html(1), html(2), html(1))
@@ -112,7 +109,7 @@ async def test_a_page_is_stored_once_however_often_and_by_whomever_it_is_fetched
         assert r.db.read_now(r.store.totals_in)[0] == 2
 
 
-async def test_two_that_store_the_same_page_at_once_leave_one_object(server: Place) -> None:
+async def test_two_workers_that_store_one_page_together_leave_one_object(server: Place) -> None:
     async with rig(server) as r:
         one, other = r, r.other()
         staged = [w.store.stage([(page_id(html(1)), html(1))]) for w in (one, other)]
@@ -125,7 +122,7 @@ async def test_two_that_store_the_same_page_at_once_leave_one_object(server: Pla
         assert await r.store.get(page_id(html(1))) == html(1)
 
 
-async def test_what_a_failed_transaction_sent_is_not_found_and_is_sent_again(server: Place) -> None:
+async def test_a_page_of_a_failed_transaction_is_not_found_and_is_sent_again(server: Place) -> None:
     async with rig(server) as r:
         id_ = page_id(html(1))
         staged = r.store.stage([(id_, html(1))])
@@ -136,14 +133,14 @@ async def test_what_a_failed_transaction_sent_is_not_found_and_is_sent_again(ser
         assert await r.store.get(id_) == html(1)
 
 
-async def test_retention_removes_the_oldest_and_what_is_needed_stays(server: Place) -> None:
+async def test_retention_removes_the_oldest_pages_and_keeps_needed_ones(server: Place) -> None:
     async with rig(server) as r:
         old = await r.put(html(1), html(2))
         r.clock.advance(100.0)
         (new,) = await r.put(html(3))
         assert (await r.prune(older_than=r.clock.now() - 50.0, keep=[old[0]]))[0] == 1
         assert [await r.store.get(i) is not None for i in (*old, new)] == [True, False, True]
-        assert r.objects() == 3, "only what is committed is removed"
+        assert r.objects() == 3, "objects are removed after the commit"
         await r.sweep()
         assert r.objects() == 2
         removed, freed = await r.prune(max_bytes=0)
@@ -154,11 +151,11 @@ async def test_retention_removes_the_oldest_and_what_is_needed_stays(server: Pla
         assert r.db.read_now(r.store.totals_in) == (0, 0)
 
 
-async def test_a_page_that_comes_again_while_retention_removes_it_is_kept(server: Place) -> None:
+async def test_a_page_that_is_stored_again_while_it_is_pruned_is_kept(server: Place) -> None:
     async with rig(server) as r:
         other = r.other()
         (id_,) = await r.put(html(1))
-        staged = r.store.stage([(id_, html(1))])  # known here
+        staged = r.store.stage([(id_, html(1))])  # this worker has the page in its cache
         await r.store.send(staged)
         await other.prune(max_bytes=0)
         assert await r.db.write(lambda tx: r.store.index_in(tx, staged)) == [id_]
@@ -169,7 +166,7 @@ async def test_a_page_that_comes_again_while_retention_removes_it_is_kept(server
         other.store.close()
 
 
-async def test_pages_are_found_by_the_beginning_of_their_id_and_counted(server: Place) -> None:
+async def test_pages_are_found_by_an_id_prefix_and_report_their_sizes(server: Place) -> None:
     async with rig(server) as r:
         ids = await r.put(html(1), html(2))
         assert r.db.read_now(lambda tx: r.store.find_in(tx, ids[0][:12])) == [ids[0]]
@@ -179,7 +176,7 @@ async def test_pages_are_found_by_the_beginning_of_their_id_and_counted(server: 
         assert r.db.read_now(r.store.problems_in) == []
 
 
-async def test_an_object_that_was_damaged_or_removed_is_told(server: Place) -> None:
+async def test_a_damaged_or_removed_object_raises_an_error(server: Place) -> None:
     async with rig(server) as r:
         ids = await r.put(html(1), html(2))
         names = r.db.read_now(lambda tx: r.store._rows(tx, "hash, name", ids))
@@ -191,7 +188,7 @@ async def test_an_object_that_was_damaged_or_removed_is_told(server: Place) -> N
             await r.store.get(ids[1])
 
 
-async def test_an_outage_is_waited_for_by_whoever_stores(server: Place) -> None:
+async def test_an_outage_raises_and_pages_can_be_stored_after_it(server: Place) -> None:
     handle = server("s3")
     async with rig(server) as r:
         await r.put(html(1))
@@ -206,7 +203,7 @@ async def test_an_outage_is_waited_for_by_whoever_stores(server: Place) -> None:
 
 
 @pytest.mark.server("postgres")
-async def test_the_index_lies_in_postgres_as_well(server: Place) -> None:
+async def test_the_index_can_be_stored_in_postgres(server: Place) -> None:
     made_at = server("postgres").url
     made = PostgresStore(
         made_at, namespace=f"test_{uuid.uuid4().hex[:12]}", durability="process", inline=True
@@ -233,7 +230,7 @@ async def test_the_index_lies_in_postgres_as_well(server: Place) -> None:
             )
 
 
-# -- what can be wrong at the start ----------------------------------------------------------------
+# -- mistakes at the start -------------------------------------------------------------------------
 
 
 async def told(url: str) -> PenstockError:
@@ -247,7 +244,7 @@ async def told(url: str) -> PenstockError:
     return caught.value
 
 
-async def test_each_mistake_at_the_start_is_a_sentence_of_its_own(server: Place) -> None:
+async def test_each_mistake_at_the_start_has_a_different_error(server: Place) -> None:
     port = server("s3").port
     assert (
         "there is no bucket nosuch"
@@ -255,7 +252,7 @@ async def test_each_mistake_at_the_start_is_a_sentence_of_its_own(server: Place)
             await told(f"s3://nosuch/p?endpoint=http://127.0.0.1:{port}&key=x&secret=hunter2")
         ).message
     )
-    with socket.socket() as taken:  # by us, who do not listen: nobody else does either
+    with socket.socket() as taken:  # bound without listening, so that the port stays unused
         taken.bind(("127.0.0.1", 0))
         unused = taken.getsockname()[1]
         assert (
@@ -268,7 +265,7 @@ async def test_each_mistake_at_the_start_is_a_sentence_of_its_own(server: Place)
         )
 
     def checking(after: str) -> None:
-        """Keys and permissions are checked after so many requests."""
+        """Let the server check keys and permissions after `after` requests."""
         request = urllib.request.Request(
             f"http://127.0.0.1:{port}/moto-api/reset-auth",
             data=after.encode(),
@@ -298,7 +295,7 @@ async def test_each_mistake_at_the_start_is_a_sentence_of_its_own(server: Place)
         ("s3://bucket/?endpoint=localhost:9000", "endpoint is 'localhost:9000'"),
     ],
 )
-def test_a_mistyped_url_is_one_sentence_with_a_next_step(url: str, says: str) -> None:
+def test_a_mistyped_url_is_refused_with_a_hint(url: str, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         bucket_at(url)
     assert says in caught.value.message

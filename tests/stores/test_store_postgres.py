@@ -1,6 +1,4 @@
-"""PostgreSQL as a store: what is written together, what a refused statement costs, what happens
-when the server goes, and how it says no at the start.
-"""
+"""PostgreSQL as a store: transactions, refused statements, outages, and errors at the start."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ Server = Callable[[str], Handle]
 
 
 class Place:
-    """A schema of the test's own, and the stores that it opened there."""
+    """A separate schema for one test, and the stores that the test opened."""
 
     def __init__(self, url: str) -> None:
         self.url, self.namespace = url, f"test_{secrets.token_hex(6)}"
@@ -85,7 +83,7 @@ def pots(tx: Tx) -> dict[str, int]:
 # -- writing ---------------------------------------------------------------------------------------
 
 
-async def test_a_transaction_answers_as_sqlite_does(place: Place) -> None:
+async def test_a_transaction_returns_the_same_results_as_sqlite(place: Place) -> None:
     def work(tx: Tx) -> list[Any]:
         tx.execute("INSERT INTO note(body) VALUES(?)", (b"\0\xff",))
         first = tx.last_insert_rowid()
@@ -103,7 +101,7 @@ async def test_a_transaction_answers_as_sqlite_does(place: Place) -> None:
     assert await place.open().write(work) == [[1, 2], 3, b"c", (0, b"c"), None, 0]
 
 
-async def test_what_is_written_at_the_same_moment_shares_a_transaction(place: Place) -> None:
+async def test_concurrent_writes_share_a_transaction(place: Place) -> None:
     store = place.open()
     numbers = await asyncio.gather(
         *(store.write(lambda tx: int(tx.execute("SELECT txid_current()").get)) for _ in range(40))
@@ -134,15 +132,12 @@ async def test_a_job_that_raises_is_rolled_back_alone(place: Place) -> None:
     assert await store.read(pots) == {"a": 2, "b": 1}
 
 
-async def test_a_statement_that_the_server_refuses_fails_its_own_job_and_no_other(
-    place: Place,
-) -> None:
+async def test_a_statement_that_the_server_refuses_fails_only_its_own_job(place: Place) -> None:
     store = place.open()
 
     def refused(tx: Tx) -> None:
-        tx.execute(
-            "INSERT INTO pot VALUES('x', NULL)"
-        )  # nobody looks at its answer, so it comes out at the commit
+        # The job does not read the result, so the error appears at the commit.
+        tx.execute("INSERT INTO pot VALUES('x', NULL)")
 
     works = [put("a"), refused, put("b"), refused]
     answers = await asyncio.gather(*(store.write(work) for work in works), return_exceptions=True)
@@ -155,9 +150,7 @@ async def test_a_statement_that_the_server_refuses_fails_its_own_job_and_no_othe
     assert await store.read(pots) == {"a": 1, "b": 1}
 
 
-async def test_what_was_read_is_still_so_when_it_is_written_with_several_processes(
-    place: Place,
-) -> None:
+async def test_read_then_write_jobs_of_several_stores_lose_no_update(place: Place) -> None:
     stores = [place.open() for _ in range(3)]
 
     def read_then_write(tx: Tx) -> None:
@@ -172,7 +165,7 @@ async def test_what_was_read_is_still_so_when_it_is_written_with_several_process
     assert await stores[0].read(pots) == {"k": 90}
 
 
-async def test_who_does_not_need_to_be_alone_does_not_wait_for_who_is(place: Place) -> None:
+async def test_a_row_locking_write_does_not_wait_for_an_exclusive_write(place: Place) -> None:
     slow, quick = place.open(), place.open()
     entered, go_on = threading.Event(), threading.Event()
 
@@ -196,7 +189,7 @@ async def test_who_does_not_need_to_be_alone_does_not_wait_for_who_is(place: Pla
     assert await quick.read(pots) == {"behind": 1, "beside": 2, "held": 1}
 
 
-async def test_two_that_wait_for_each_other_are_untangled_and_both_written(place: Place) -> None:
+async def test_both_writes_of_a_deadlock_are_committed(place: Place) -> None:
     stores = [place.open(), place.open()]
     await stores[0].write(lambda tx: (put("a")(tx), put("b")(tx)))
     both = threading.Barrier(2)
@@ -223,7 +216,7 @@ async def test_two_that_wait_for_each_other_are_untangled_and_both_written(place
     assert await stores[0].read(pots) == {"a": 3, "b": 3}
 
 
-async def test_what_runs_before_the_commit_can_stop_it(place: Place) -> None:
+async def test_a_before_commit_callback_that_raises_stops_the_commit(place: Place) -> None:
     store = place.open()
 
     def disk_full() -> None:
@@ -239,7 +232,7 @@ async def test_what_runs_before_the_commit_can_stop_it(place: Place) -> None:
     assert await store.read(pots) == {"b": 1}
 
 
-def test_commands_without_a_loop_write_and_read_too(place: Place) -> None:
+def test_commands_without_an_event_loop_can_write_and_read(place: Place) -> None:
     store = place.open()
     store.write_now(put("a"))
     assert store.read_now(pots) == {"a": 1}
@@ -252,7 +245,7 @@ def test_commands_without_a_loop_write_and_read_too(place: Place) -> None:
 # -- versions --------------------------------------------------------------------------------------
 
 
-def test_tables_of_another_version_are_refused_and_not_touched(place: Place) -> None:
+def test_tables_of_another_version_are_refused_and_not_changed(place: Place) -> None:
     place.open(version=2).write_now(put("a"))
     for version, age in ((1, "a newer"), (3, "an older")):
         with pytest.raises(
@@ -263,7 +256,7 @@ def test_tables_of_another_version_are_refused_and_not_touched(place: Place) -> 
     assert place.open(version=2).read_now(pots) == {"a": 1}
 
 
-def test_many_who_start_for_the_first_time_at_once_take_turns(place: Place) -> None:
+def test_concurrent_first_starts_all_succeed(place: Place) -> None:
     errors: list[BaseException] = []
     start = threading.Barrier(6)
 
@@ -283,7 +276,7 @@ def test_many_who_start_for_the_first_time_at_once_take_turns(place: Place) -> N
     assert place.ask("SELECT n FROM pot") == [(6,)]
 
 
-def test_two_pipelines_in_one_database_do_not_see_each_other(place: Place, server: Server) -> None:
+def test_two_namespaces_in_one_database_do_not_see_each_other(place: Place, server: Server) -> None:
     other = Place(server("postgres").url)
     try:
         place.open().write_now(put("a"))
@@ -295,7 +288,7 @@ def test_two_pipelines_in_one_database_do_not_see_each_other(place: Place, serve
 # -- outages ---------------------------------------------------------------------------------------
 
 
-async def test_while_the_server_is_away_nothing_is_written_and_then_work_goes_on_by_itself(
+async def test_writes_fail_while_the_server_is_down_and_work_after_its_restart(
     place: Place, server: Server
 ) -> None:
     store = place.open()
@@ -315,7 +308,9 @@ async def test_while_the_server_is_away_nothing_is_written_and_then_work_goes_on
     assert await store.read(pots) == {"after": 2, "before": 1}
 
 
-async def test_a_connection_that_was_cut_while_idle_is_made_again_unnoticed(place: Place) -> None:
+async def test_a_connection_that_was_cut_while_idle_is_replaced_without_an_error(
+    place: Place,
+) -> None:
     store = place.open()
     await store.write(put("a"))
     await store.read(pots)
@@ -326,7 +321,7 @@ async def test_a_connection_that_was_cut_while_idle_is_made_again_unnoticed(plac
     assert await store.read(pots) == {"a": 2}
 
 
-def test_a_killed_server_takes_its_queries_with_it_and_starts_again(
+def test_a_killed_server_ends_its_queries_and_can_be_started_again(
     server: Callable[[str], Handle],
 ) -> None:
     handle, active = (
@@ -347,8 +342,8 @@ def test_a_killed_server_takes_its_queries_with_it_and_starts_again(
             query.result(60)
 
 
-async def test_a_commit_whose_answer_was_lost_is_an_outage_for_who_asked(place: Place) -> None:
-    """The line is cut while the server commits: whether it did, only doing it again can tell."""
+async def test_a_commit_whose_answer_was_lost_raises_store_unavailable(place: Place) -> None:
+    """The connection is cut during the commit, so the store does not know if it was committed."""
     store = place.open()
     place.ask(
         "CREATE FUNCTION cut() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN PERFORM pg_terminate_backend(pg_backend_pid()); RETURN NULL; END$$;"
@@ -361,8 +356,8 @@ async def test_a_commit_whose_answer_was_lost_is_an_outage_for_who_asked(place: 
     assert (await store.read(pots))["a"] == 2
 
 
-def test_nobody_keeps_the_fleet_waiting_by_being_silent(place: Place) -> None:
-    """A worker that is stopped in the middle of a transaction loses it."""
+def test_sessions_have_an_idle_transaction_timeout_and_a_lock_timeout(place: Place) -> None:
+    """The server rolls back the transaction of a worker that stopped in the middle of it."""
     store = place.open()
     assert store.read_now(
         lambda tx: (
@@ -376,7 +371,7 @@ def test_nobody_keeps_the_fleet_waiting_by_being_silent(place: Place) -> None:
     )
 
 
-# -- saying no at the start ------------------------------------------------------------------------
+# -- errors at the start ---------------------------------------------------------------------------
 
 
 def opening(url: str, namespace: str = "penstock_test") -> PenstockError:
@@ -409,21 +404,21 @@ def ann(server: Server) -> Iterator[str]:
             connection.execute("SELECT pg_reload_conf()")
 
 
-def test_a_wrong_password_is_said_so_and_not_shown(ann: str) -> None:
+def test_a_wrong_password_is_reported_and_not_shown(ann: str) -> None:
     error = opening(ann.replace("s3cret", "wr0ng"))
     assert error.message.endswith("refuses the user or the password")
     assert "wr0ng" not in error.message + error.hint
     assert error.exit_code == 4
 
 
-def test_a_missing_permission_names_the_grant_that_is_missing(ann: str) -> None:
+def test_a_missing_permission_is_reported_with_the_needed_statement(ann: str) -> None:
     error = opening(ann)
     assert "ann may not create the tables of Penstock in schema penstock_test" in error.message
     assert 'CREATE SCHEMA "penstock_test" AUTHORIZATION ann' in error.hint
     assert "s3cret" not in error.message + error.hint
 
 
-def test_with_a_schema_of_its_own_a_user_needs_no_other_right(ann: str, server: Server) -> None:
+def test_a_user_that_owns_the_schema_needs_no_other_permission(ann: str, server: Server) -> None:
     url = server("postgres").url
     with psycopg.connect(url, autocommit=True) as connection:
         connection.execute("CREATE SCHEMA penstock_test AUTHORIZATION ann")
@@ -434,7 +429,7 @@ def test_with_a_schema_of_its_own_a_user_needs_no_other_right(ann: str, server: 
     store.close_now()
 
 
-def test_an_unknown_database_and_an_unknown_user_are_told_apart(server: Server) -> None:
+def test_an_unknown_database_and_an_unknown_user_have_different_errors(server: Server) -> None:
     url = server("postgres").url
     assert opening(url.rsplit("/", 1)[0] + "/nowhere").message.endswith("there is no such database")
     assert opening(url.replace("postgres@", "nobody@")).message.endswith(
@@ -442,7 +437,7 @@ def test_an_unknown_database_and_an_unknown_user_are_told_apart(server: Server) 
     )
 
 
-def test_a_server_that_cannot_be_reached_is_said_so(server: Server) -> None:
+def test_an_unreachable_server_is_reported_in_one_line(server: Server) -> None:
     error = opening("postgres://postgres@127.0.0.1:1/penstock")
     assert "cannot be reached" in error.message
     assert "\n" not in error.message
@@ -458,7 +453,7 @@ def test_a_server_that_is_too_old_is_refused(
     assert error.exit_code == 4
 
 
-# -- history in weeks ------------------------------------------------------------------------------
+# -- weekly history partitions ---------------------------------------------------------------------
 
 
 def weeks(place: Place) -> dict[str, int]:
@@ -475,7 +470,7 @@ def weeks(place: Place) -> dict[str, int]:
 _HERE = " AND relnamespace=current_schema()::regnamespace"
 
 
-def test_history_goes_by_whole_weeks_and_what_is_still_needed_stays(place: Place) -> None:
+def test_history_is_removed_by_whole_weeks_and_needed_rows_are_kept(place: Place) -> None:
     clock = ManualClock()
     store = place.open()
     ledger = PostgresLedger(store, clock)
@@ -511,7 +506,7 @@ def test_history_goes_by_whole_weeks_and_what_is_still_needed_stays(place: Place
     assert there["history_rest"] == 1
 
 
-def test_a_note_of_a_week_that_nobody_made_is_kept_all_the_same(place: Place) -> None:
+def test_history_without_a_weekly_partition_is_kept_in_the_default_partition(place: Place) -> None:
     clock = ManualClock()
     store = place.open()
     ledger = PostgresLedger(store, clock)

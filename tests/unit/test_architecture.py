@@ -1,5 +1,5 @@
-"""Which module may import which, read from the source. The table of rooms is data. Rules are pure,
-adapters do not know each other, only runtime names them, and only net connects to the web.
+"""Import rules of the package, checked in its source. The table of rooms is data. Rules are pure,
+adapters do not import each other, only runtime names them, and only net connects to the web.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ PACKAGE = ROOT / "src" / "penstock"
 CORE = set("errors model rules ports".split())
 BASE = CORE | set("clock locks config".split())
 ADAPTERS = set("brokers ledgers claims pages sinks sources".split())
-PUBLIC = "penstock"  # the package itself: what users import
+PUBLIC = "penstock"  # the package itself, which users import
 
-# Room → what it may import besides itself. An entry with a dot is one module of a room.
+# Room → rooms that it may import besides itself. An entry with a dot is one module of a room.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "model": {"errors"},
@@ -63,8 +63,8 @@ MAY_IMPORT["testing"] = BASE | ADAPTERS | {"stores"}
 MAY_USE_ANY = {"ports.source"}  # a finding's payload: JSON of another system
 
 PURE = ("model", "rules", "ports")
-# What makes a decision depend on more than its arguments. Prefixes: `urllib.request` does not ban
-# `urllib.parse`.
+# Modules that make a decision depend on more than its arguments. Entries are prefixes:
+# `urllib.request` does not ban `urllib.parse`.
 IMPURE = (
     "asyncio threading multiprocessing concurrent subprocess signal selectors select socket ssl "
     "time sched random secrets uuid logging structlog urllib.request http.client http.server "
@@ -82,14 +82,14 @@ DIALS = (
     "telnetlib"
 ).split()
 DIAL_CALLS = set("create_connection open_connection getaddrinfo gethostbyname sock_connect".split())
-# Inside the product net alone goes out, through the guard. `testing` ships the pretend web, which
-# only ever talks to itself. A broker's own API, or a Connect worker's, is asked where its
-# administrator said it is, never at an address that came from the web.
+# In the product, only net connects to the web, through the guard. `testing` contains the simulated
+# web, which connects only to itself. The APIs of a broker and of a Connect worker are called at the
+# configured address, never at an address that came from the web.
 MAY_DIAL = "net testing brokers.rabbitmq.management connect.rest".split()
 
 EXECUTES = "pickle marshal shelve dill cloudpickle jsonpickle".split()
 
-# -- reading ---------------------------------------------------------------------------------------
+# -- reading the source ----------------------------------------------------------------------------
 
 
 def under(name: str, prefixes: Sequence[str]) -> bool:
@@ -97,7 +97,7 @@ def under(name: str, prefixes: Sequence[str]) -> bool:
 
 
 def target(name: str) -> str:
-    """Where a module of ours belongs, without "penstock."; the package itself is `penstock`."""
+    """Return the place of a module: its name without "penstock.". The package is `penstock`."""
     return name.removeprefix("penstock.")
 
 
@@ -106,7 +106,7 @@ def room_of(place: str) -> str:
 
 
 def adapter_of(place: str) -> str | None:
-    """`brokers.kafka` for all of its folder, and for a module that is one adapter alone."""
+    """Return `brokers.kafka` for all modules of that folder and for a module of that name."""
     parts = place.split(".")
     return ".".join(parts[:2]) if parts[0] in ADAPTERS and len(parts) > 1 else None
 
@@ -122,7 +122,7 @@ class Module:
         return target(self.name)
 
     def imports(self) -> Iterator[tuple[str, int]]:
-        """Every imported dotted name, wherever it stands: `from a.b import c` counts as `a.b` and
+        """Yield every imported dotted name of the module: `from a.b import c` counts as `a.b` and
         `a.b.c`.
         """
         for node in ast.walk(self.tree):
@@ -136,7 +136,7 @@ class Module:
                     yield f"{base}.{alias.name}", node.lineno
 
     def ours(self) -> Iterator[tuple[str, int]]:
-        """The place of every module of ours that it imports."""
+        """Yield the place of every Penstock module that this module imports."""
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
@@ -158,7 +158,7 @@ class Module:
 
 
 def _module_in(name: str) -> str:
-    """The longest beginning of a dotted name that is a module, as its place."""
+    """Return the place of the longest prefix of a dotted name that is a module."""
     while name not in NAMES:
         name = name.rpartition(".")[0]
     return target(name)
@@ -182,7 +182,7 @@ MODULES = [read(path) for path in sorted(PACKAGE.rglob("*.py"))]
 NAMES = {m.name for m in MODULES}
 OWN_ADAPTERS = adapters_of_the_distribution()
 
-# -- the rules, each as a function from modules to what is wrong -----------------------------------
+# -- the rules, each as a function from modules to breaches ----------------------------------------
 
 
 def wrong_rooms(modules: Sequence[Module]) -> list[str]:
@@ -198,8 +198,8 @@ def wrong_rooms(modules: Sequence[Module]) -> list[str]:
 
 
 def wrong_adapters(modules: Sequence[Module]) -> list[str]:
-    """What a room shares among its adapters may be used there, such as the SQL that two of them
-    run. Another adapter may not.
+    """Find adapters that import another adapter. Modules that a room shares among its adapters are
+    allowed, such as the SQL that two adapters run.
     """
     found = []
     for module in modules:
@@ -282,7 +282,7 @@ def without_docstring(modules: Sequence[Module]) -> list[str]:
     return [m.name for m in modules if not (ast.get_docstring(m.tree) or "").split("\n")[0].strip()]
 
 
-# -- what the source says --------------------------------------------------------------------------
+# -- the source follows the rules ------------------------------------------------------------------
 
 
 def test_the_whole_tree_is_read() -> None:
@@ -291,7 +291,7 @@ def test_the_whole_tree_is_read() -> None:
     assert len(OWN_ADAPTERS) > 20
 
 
-def test_every_module_lies_in_a_room_of_the_table() -> None:
+def test_every_module_belongs_to_a_room_of_the_table() -> None:
     assert not [m.name for m in MODULES if room_of(m.place) not in MAY_IMPORT]
 
 
@@ -307,11 +307,11 @@ def test_no_room_but_runtime_and_testing_names_an_adapter_as_text() -> None:
     assert not adapters_named_as_text(MODULES)
 
 
-def test_model_rules_and_ports_import_no_clock_chance_or_outside_world() -> None:
+def test_model_rules_and_ports_import_no_clock_randomness_or_io() -> None:
     assert not impure_imports(MODULES)
 
 
-def test_model_rules_and_ports_read_no_clock_and_open_nothing() -> None:
+def test_model_rules_and_ports_read_no_clock_and_open_no_file() -> None:
     assert not impure_calls(MODULES)
 
 
@@ -319,7 +319,7 @@ def test_only_net_connects_to_the_web() -> None:
     assert not dials(MODULES)
 
 
-def test_nothing_from_outside_is_ever_unpickled() -> None:
+def test_no_module_imports_a_format_that_executes_code() -> None:
     assert not executes(MODULES)
 
 
@@ -327,11 +327,11 @@ def test_ports_and_engine_have_no_untyped_value() -> None:
     assert not untyped(MODULES)
 
 
-def test_the_engine_calls_nothing_of_a_transaction_that_no_port_declares() -> None:
+def test_the_engine_uses_only_transaction_members_that_a_port_declares() -> None:
     assert not undeclared(MODULES)
 
 
-def test_nothing_asks_where_a_store_lies() -> None:
+def test_no_module_reads_the_old_flag_of_external_stores() -> None:
     assert not [
         f"{m.name}:{node.lineno}"
         for m in MODULES
@@ -340,7 +340,7 @@ def test_nothing_asks_where_a_store_lies() -> None:
     ]
 
 
-def test_the_first_line_of_every_module_says_what_it_contains() -> None:
+def test_every_module_has_a_docstring_with_a_first_line() -> None:
     assert not without_docstring(MODULES)
 
 
@@ -354,7 +354,7 @@ TABLES = {
 
 
 def untyped(modules: Sequence[Module]) -> list[str]:
-    """Uses of `Any` in ports and engine. mypy strict checks every value that is not `Any`."""
+    """Find uses of `Any` in ports and engine. mypy strict checks every value that is not `Any`."""
     return [
         f"{m.name}:{node.lineno} uses Any"
         for m in modules
@@ -365,7 +365,7 @@ def untyped(modules: Sequence[Module]) -> list[str]:
 
 
 def undeclared(modules: Sequence[Module]) -> list[str]:
-    """Tables and members of a transaction that the engine uses and no port declares."""
+    """Find tables and members of a transaction that the engine uses and no port declares."""
     found = []
     for m in modules:
         if room_of(m.place) != "engine":
@@ -400,7 +400,7 @@ def test_a_planted_call_that_no_port_declares_is_found() -> None:
     ]
 
 
-# -- the rules find what is planted ----------------------------------------------------------------
+# -- the rules find planted breaches ---------------------------------------------------------------
 
 
 def planted(place: str, source: str) -> list[Module]:

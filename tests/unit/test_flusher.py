@@ -1,4 +1,4 @@
-"""The flusher, on real files and a real outbox, killed and failed at every step it takes."""
+"""The flusher on real files and a real outbox, with a kill and an error at each of its steps."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SINKS: dict[str, Callable[[Path], Sink]] = {
 
 
 class Hurried:
-    """Real time; waits are cut short, and remembered."""
+    """Real clock that shortens and records its waits."""
 
     def __init__(self, longest: float = 0.001) -> None:
         self.longest, self.waits = longest, list[float]()
@@ -53,13 +53,15 @@ class Hurried:
 
 
 class TableOutbox:
-    """An outbox as a ledger keeps it: rows, and what is noted, in one SQLite file."""
+    """An outbox as in a ledger: rows and recorded marks in one SQLite file."""
 
     def __init__(self, path: Path) -> None:
-        self.tx: Any = SimpleNamespace(outbox=self)  # the only table that a flusher asks for
+        self.tx: Any = SimpleNamespace(outbox=self)  # the only table that a flusher uses
         self.db = apsw.Connection(str(path))
         self.db.set_busy_timeout(10_000)
-        self.db.execute("PRAGMA synchronous = OFF")  # killed processes, not power cuts
+        self.db.execute(
+            "PRAGMA synchronous = OFF"
+        )  # the tests kill processes and do not cut the power
         with self.db:
             self.db.execute(
                 "CREATE TABLE IF NOT EXISTS outbox (n INTEGER PRIMARY KEY AUTOINCREMENT, key, body, ord)"
@@ -105,8 +107,8 @@ class TableOutbox:
 
 
 def bodies(count: int, start: int = 0) -> list[dict[str, Any]]:
-    """The later ones have a field more, so that a CSV file is rewritten on the way; texts have line
-    breaks and quotes.
+    """Return records whose texts have line breaks and quotes. Later records have an additional
+    field, so that the sink rewrites the CSV file.
     """
     return [
         {"i": i, "text": f'line\n"{i}"\r\n'} | ({f"new{i // 4}": i} if i >= 4 else {})
@@ -115,7 +117,7 @@ def bodies(count: int, start: int = 0) -> list[dict[str, Any]]:
 
 
 def written(at: Path, kind: str) -> list[int]:
-    """What the target holds, checked to be whole."""
+    """Return the numbers of the records in the target, after a check that each is complete."""
     if kind == "jsonl":
         raw = (at / "out.jsonl").read_bytes()
         assert raw.endswith(b"\n")
@@ -157,7 +159,7 @@ async def flush(at: Path, kind: str, *, batch: int = 3) -> None:
     outbox = TableOutbox(at / "outbox.db")
     async with running(
         Flusher(SINKS[kind](at), outbox, FileLock(at / "out.lock"), Hurried(0.02), batch=batch)
-    ) as flusher:  # each look is a step
+    ) as flusher:  # each poll is a step
         assert await flusher.drain(30)
     outbox.close()
 
@@ -170,11 +172,11 @@ async def until(condition: Callable[[], bool]) -> None:
     raise TimeoutError
 
 
-# -- the plain path --------------------------------------------------------------------------------
+# -- without faults --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", SINKS)
-async def test_rows_arrive_in_order_and_once_over_any_number_of_runs(
+async def test_rows_are_written_once_and_in_order_over_several_runs(
     kind: str, tmp_path: Path
 ) -> None:
     outbox = TableOutbox(tmp_path / "outbox.db")
@@ -185,7 +187,7 @@ async def test_rows_arrive_in_order_and_once_over_any_number_of_runs(
     assert written(tmp_path, kind) == list(range(21))
 
 
-async def test_a_wake_up_is_not_waited_for_the_next_look(tmp_path: Path) -> None:
+async def test_a_wake_up_flushes_rows_without_waiting_for_the_next_poll(tmp_path: Path) -> None:
     class Asleep(Hurried):
         async def sleep(self, seconds: float) -> None:
             await asyncio.Event().wait()
@@ -218,22 +220,22 @@ async def test_rows_of_another_worker_are_found_without_a_wake_up(tmp_path: Path
     outbox.close()
 
 
-async def test_draining_gives_up_in_time_and_says_so(tmp_path: Path) -> None:
+async def test_drain_returns_false_after_its_timeout(tmp_path: Path) -> None:
     outbox = TableOutbox(tmp_path / "outbox.db")
     outbox.add(bodies(1))
     flusher = Flusher(SINKS["jsonl"](tmp_path), outbox, FileLock(tmp_path / "out.lock"), Hurried())
-    assert not await flusher.drain(0.02)  # nobody runs
+    assert not await flusher.drain(0.02)  # the flusher does not run
     outbox.close()
 
 
-# -- killed at every step --------------------------------------------------------------------------
+# -- kills at every step ---------------------------------------------------------------------------
 
 CALLS = ("open", "write", "ftruncate", "fsync", "fdatasync", "replace", "unlink", "mkdir")
 
 
 def at_step(step: int, act: Callable[[], None]) -> None:
-    """From here on in this process: `act` before the step-th system call or SQL statement; a write
-    is torn first.
+    """Call `act` before system call or SQL statement number `step` of this process. If it is a
+    write, write half of its data first.
     """
     taken = 0
 
@@ -267,12 +269,12 @@ def at_step(step: int, act: Callable[[], None]) -> None:
 
 
 def in_child(work: Callable[[], Awaitable[None]]) -> int:
-    """In a forked process, to its end; returns the signal that killed it, or 0."""
+    """Run `work` in a forked process, and return the signal that killed it, or 0."""
     return in_children([work])[0]
 
 
 def in_children(works: Sequence[Callable[[], Awaitable[None]]]) -> list[int]:
-    """The same for several at once, which mostly wait for the disk."""
+    """Run several forked processes in parallel, because they mostly wait for the disk."""
     statuses = [os.waitpid(pid, 0)[1] for pid in [spawn(work) for work in works]]
     assert all(os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0 for status in statuses)
     return [os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0 for status in statuses]
@@ -280,9 +282,8 @@ def in_children(works: Sequence[Callable[[], Awaitable[None]]]) -> list[int]:
 
 def spawn(work: Callable[[], Awaitable[None]]) -> int:
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # newer Pythons warn of forks beside threads
+        # Newer Python versions warn if a process with threads forks.
+        warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid:
         return pid
@@ -301,11 +302,11 @@ def spawn(work: Callable[[], Awaitable[None]]) -> int:
 
 def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(10)  # until it arrives
+    time.sleep(10)  # until the signal arrives
 
 
 @pytest.mark.parametrize("kind", SINKS)
-def test_killed_at_any_step_and_at_another_one_after_that_the_target_holds_every_row_once(
+def test_every_row_is_written_once_after_a_kill_at_any_step_and_a_second_kill(
     kind: str, tmp_path: Path
 ) -> None:
     def killed_at(step: int, at: Path) -> Callable[[], Awaitable[None]]:
@@ -336,7 +337,7 @@ def test_killed_at_any_step_and_at_another_one_after_that_the_target_holds_every
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("kind", ["jsonl", "csv"])
-def test_failing_at_any_step_the_same_process_recovers_and_the_target_holds_every_row_once(
+def test_every_row_is_written_once_after_an_error_at_any_step(
     kind: str, number: int, tmp_path: Path
 ) -> None:
     def fails_at(step: int, at: Path) -> Callable[[], Awaitable[None]]:
@@ -377,9 +378,7 @@ def test_failing_at_any_step_the_same_process_recovers_and_the_target_holds_ever
     assert 10 < step < 199
 
 
-def test_processes_that_contend_for_one_file_and_are_killed_at_random_write_every_row_once(
-    tmp_path: Path,
-) -> None:
+def test_competing_processes_that_are_killed_at_random_write_every_row_once(tmp_path: Path) -> None:
     rng = random.Random(7)
     outbox = TableOutbox(tmp_path / "outbox.db")
     outbox.add(bodies(4))
@@ -415,9 +414,7 @@ def test_processes_that_contend_for_one_file_and_are_killed_at_random_write_ever
 # -- outages ---------------------------------------------------------------------------------------
 
 
-async def test_an_unwritable_target_is_down_with_its_reason_and_recovers_by_itself(
-    tmp_path: Path,
-) -> None:
+async def test_an_unwritable_target_is_down_with_its_reason_and_recovers(tmp_path: Path) -> None:
     blocked = tmp_path / "out.jsonl"
     blocked.mkdir()
     outbox = TableOutbox(tmp_path / "outbox.db")
@@ -444,7 +441,7 @@ async def test_an_unwritable_target_is_down_with_its_reason_and_recovers_by_itse
     assert written(tmp_path, "jsonl") == list(range(8))
 
 
-async def test_those_who_do_not_hold_the_lock_know_that_the_target_is_down_and_take_over_when_the_holder_goes(
+async def test_a_waiting_flusher_reports_a_down_target_and_takes_over_the_lock(
     tmp_path: Path,
 ) -> None:
     blocked = tmp_path / "out.jsonl"
@@ -471,7 +468,7 @@ async def test_those_who_do_not_hold_the_lock_know_that_the_target_is_down_and_t
     assert written(tmp_path, "jsonl") == list(range(4))
 
 
-async def test_an_outage_of_the_ledger_repeats_the_batch_and_not_the_rows(tmp_path: Path) -> None:
+async def test_a_ledger_outage_repeats_the_batch_without_duplicate_rows(tmp_path: Path) -> None:
     class Shaky(TableOutbox):
         failures = 3
 
@@ -487,7 +484,7 @@ async def test_an_outage_of_the_ledger_repeats_the_batch_and_not_the_rows(tmp_pa
 
         async def write(self, work: Callable[[Any], T], *, durability: Durability) -> T:
             result = await super().write(work, durability=durability)
-            if self.answer_lost:  # it was written, and the flusher does not know
+            if self.answer_lost:  # committed, but the flusher gets an error
                 self.answer_lost = False
                 raise StoreUnavailable("the ledger is away")
             return result
@@ -503,7 +500,7 @@ async def test_an_outage_of_the_ledger_repeats_the_batch_and_not_the_rows(tmp_pa
     assert written(tmp_path, "csv") == list(range(8))
 
 
-async def test_a_bug_in_a_sink_stops_its_rows_and_not_the_flusher(tmp_path: Path) -> None:
+async def test_a_bug_in_a_sink_is_reported_and_the_flusher_keeps_running(tmp_path: Path) -> None:
     class Buggy(jsonl.JsonLinesSink):
         def write(self, rows: Sequence[Row]) -> str:
             if not (tmp_path / "fixed").exists():
@@ -525,7 +522,7 @@ async def test_a_bug_in_a_sink_stops_its_rows_and_not_the_flusher(tmp_path: Path
     assert written(tmp_path, "jsonl") == [0]
 
 
-async def test_a_file_that_is_removed_under_way_is_made_again_and_said(tmp_path: Path) -> None:
+async def test_a_removed_file_is_created_again_with_a_notice(tmp_path: Path) -> None:
     outbox = TableOutbox(tmp_path / "outbox.db")
     outbox.add(bodies(2))
     notices: list[str] = []
@@ -548,9 +545,7 @@ async def test_a_file_that_is_removed_under_way_is_made_again_and_said(tmp_path:
     assert "appending at its end" in notices[0]
 
 
-async def test_a_cancelled_flusher_keeps_the_lock_until_the_write_under_way_is_over(
-    tmp_path: Path,
-) -> None:
+async def test_a_cancelled_flusher_keeps_the_lock_until_its_write_has_ended(tmp_path: Path) -> None:
     begun, go = threading.Event(), threading.Event()
 
     class Slow(jsonl.JsonLinesSink):
