@@ -246,7 +246,7 @@ def test_errors_of_the_connect_worker_are_listed_by_option_and_nothing_is_applie
     assert code == 3, output
     assert "database.hostname: Error while validating connector config" in output
     assert (
-        "poll.interval.msec: is no option of this connector; did you mean poll.interval.ms?"
+        "poll.interval.msec: is not an option of this connector, did you mean poll.interval.ms?"
         in output
     )
     code, output = estate.connect("apply", file)
@@ -367,7 +367,7 @@ def test_a_missing_plugin_is_checked_by_the_catalogue_and_not_applied(
     code, output = estate.connect("plan", file)
     assert code == 3, output
     assert "not checked by the Connect worker: plugin not installed" in output
-    assert "upsertEnable: is no option of this connector; did you mean upsertEnabled?" in output
+    assert "upsertEnable: is not an option of this connector, did you mean upsertEnabled?" in output
     del given["config"]
     estate.declare(sink=given)
     assert estate.connect("plan", file)[0] == 5
