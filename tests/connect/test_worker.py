@@ -251,7 +251,7 @@ def test_errors_of_the_connect_worker_are_listed_by_option_and_nothing_is_applie
     )
     code, output = estate.connect("apply", file)
     assert (code, output.count("\n")) == (3, 2), output
-    assert "nothing was sent" in output
+    assert "no connector was sent" in output
     assert estate.json("status", "--pipeline", estate.id)["connectors"] == []
 
 
@@ -374,7 +374,7 @@ def test_a_missing_plugin_is_checked_by_the_catalogue_and_not_applied(
     assert estate.json("plan", file)["connectors"][0]["checked_by"] == "documentation"
     code, output = estate.connect("apply", file)
     assert code == 3
-    assert "the worker has no BigQuery sink" in output
+    assert "the Connect worker has no BigQuery sink" in output
 
 
 @served
