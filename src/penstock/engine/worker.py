@@ -814,7 +814,7 @@ class Worker:
                 for one in batch:
                     await self._conclude([one])
                 return
-            log.exception("the books refused an end of %s", ends[0].event.id)
+            log.exception("could not record the outcome of event %s", ends[0].event.id)
             if ends[0].outcome == "dead":
                 raise
             reason = f"the books refused it: {type(e).__name__}"
