@@ -22,7 +22,7 @@ from penstock.clock import SystemClock
 from penstock.config.options import suggest
 from penstock.config.schema import Config
 from penstock.engine.settings import LifecycleSettings, SinkBinding
-from penstock.errors import ConfigError, StoreUnavailable, Unreachable
+from penstock.errors import ConfigError, NoState, StoreUnavailable
 from penstock.ledgers.sql.ledger import SqlLedger
 from penstock.pages.bound import IndexedPages
 from penstock.ports import (
@@ -164,7 +164,7 @@ def open_stores(
         and config.ledger.url.startswith("sqlite:")
         and not Path(config.ledger.url.removeprefix("sqlite:")).exists()
     ):
-        raise Unreachable(
+        raise NoState(
             f"there is no Penstock state in {config.state.dir}",
             hint="run `penstock push URL` or `penstock run FILE` here first, or name another place with --state",
         )
