@@ -49,7 +49,7 @@ class Dispatcher:
         self._admission, self._pace, self._window = admission, pace, window
         self._options, self._clock, self._outage, self._stage = options, clock, outage, stage
         self._ready: deque[InflightEvent] = deque()  # events that can start when a permit is free
-        self._active = 0  # permits in use
+        self.active = 0  # permits in use
         self._returning = 0  # handlers that waited for a slot and need a permit again
         self._startable, self._freed = asyncio.Event(), asyncio.Event()
         self._in_flight: dict[str, int] = {}  # host key -> requests in flight
@@ -61,7 +61,7 @@ class Dispatcher:
     @property
     def idle(self) -> bool:
         """True if no handler runs and no event is ready."""
-        return not self._active and not self._ready
+        return not self.active and not self._ready
 
     # -- admitting ---------------------------------------------------------------------------------
 
@@ -88,7 +88,7 @@ class Dispatcher:
         now = self._clock.now()
         for item, answer in zip(items, answers, strict=False):
             if answer.verdict == "settled":
-                self._window.drop(item)
+                self._window.drop([item])
                 continue
             item.admitted, item.slot, item.slot_requested = answer, math.inf, asked
             item.needs_request = fetches and not answer.page
@@ -120,7 +120,7 @@ class Dispatcher:
                 self._startable.clear()
                 await self._startable.wait()
                 continue
-            if permits < self._options.start_group and permits < len(self._ready) and self._active:
+            if permits < self._options.start_group and permits < len(self._ready) and self.active:
                 # A transaction for one start costs as much as a transaction for many starts.
                 await self._clock.sleep(self._options.start_linger)
                 permits = self._free_permits()
@@ -132,7 +132,7 @@ class Dispatcher:
     ) -> None:
         """Count the starts in the ledger, then start the handlers."""
         # Take the permits before the `await`. Otherwise they could be given out twice.
-        self._active += len(items)
+        self.active += len(items)
         begin = partial(
             self._admission.begin,
             [(item.delivery, item.event, item.admitted) for item in items],
@@ -142,17 +142,15 @@ class Dispatcher:
         try:
             fences = await self._outage.retry_until_stored(begin)
         except BaseException:
-            self._active -= len(items)
+            self.active -= len(items)
             raise
         now = self._clock.now()
         for item, fence in zip(items, fences, strict=True):
             if fence is None:
                 # The event did not start: it is a duplicate, delayed or ended, and its delivery is
                 # settled, or the lease was lost.
-                self._leave_host(item)
-                self._active -= 1
-                self._freed.set()
-                self._window.drop(item)
+                self.finish(item)
+                self._window.drop([item])
             else:
                 item.state, item.fence, item.started = State.HANDLER, fence, now
                 start(item)
@@ -216,15 +214,25 @@ class Dispatcher:
     # -- permits -----------------------------------------------------------------------------------
 
     def _free_permits(self) -> int:
-        return self._options.concurrency - self._active - self._returning
+        return self._options.concurrency - self.active - self._returning
 
     def finish(self, item: InflightEvent) -> None:
-        """Free the permit of a handler that ended, and its place at the host."""
-        self._leave_host(item)
+        """Free the event's permit and its place at its host.
+
+        The host's next waiting event is chosen first.
+        """
+        if item.needs_request:
+            host = item.event.key
+            n = self._in_flight[host] - 1
+            if n:
+                self._in_flight[host] = n
+            else:
+                del self._in_flight[host]
+            self._call_next(host)
         self.free_permit()
 
     def free_permit(self) -> None:
-        self._active -= 1
+        self.active -= 1
         self._freed.set()
         self._startable.set()
 
@@ -237,13 +245,13 @@ class Dispatcher:
             await self._clock.sleep(wait)
             self._returning += 1
             try:
-                while self._active >= self._options.concurrency:
+                while self.active >= self._options.concurrency:
                     self._freed.clear()
                     await self._freed.wait()
             finally:
                 self._returning -= 1
         finally:
-            self._active += 1
+            self.active += 1
 
     def wake(self) -> None:
         """Check now whether events can start."""
@@ -289,17 +297,6 @@ class Dispatcher:
         window = self._options.window
         share = self._pace.concurrency(host) * (window // max(1, self._options.concurrency))
         return max(1, min(share, window // 4))
-
-    def _leave_host(self, item: InflightEvent) -> None:
-        """Free the event's place at its host. The host's next waiting event is chosen first."""
-        if item.needs_request:
-            host = item.event.key
-            n = self._in_flight[host] - 1
-            if n:
-                self._in_flight[host] = n
-            else:
-                del self._in_flight[host]
-            self._call_next(host)
 
     def _call_next(self, host: str) -> None:
         """Make the host's longest-waiting event ready.

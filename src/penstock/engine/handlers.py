@@ -12,7 +12,7 @@ import msgspec
 
 from penstock.engine.batching import Batcher
 from penstock.engine.dispatcher import Dispatcher
-from penstock.engine.inflight import InflightEvent, State
+from penstock.engine.inflight import InflightEvent
 from penstock.engine.messages import PageMessage, RecordsMessage, page_message
 from penstock.engine.recorder import Recorder
 from penstock.engine.settings import Options, Stage
@@ -76,60 +76,24 @@ class Handlers:
             lambda: window.linger(options.extract_linger),
             self._extract_batch,
         )
+        # Next step of a page.
+        self._pass_on = self._publish_page if last == "fetch" else self._extracts.add
 
     # -- life of a handler -------------------------------------------------------------------------
 
     def start(self, item: InflightEvent) -> None:
-        """Start the work for an event. Most requests run without a task. Other work has one."""
-        if item.needs_request and self._fetch is not None:
-            try:
-                item.task = self._fetch.begin(
-                    item.event, self._usable_baseline(item), partial(self._on_response, item)
-                )
-            except Exception as e:
-                self._on_error(item, "fetch", e)
-                self._finish(item)
-                return
-        if item.task is None:
-            item.task = asyncio.create_task(self._handle(item))
-
-    def _on_response(self, item: InflightEvent, answer: Response | BaseException) -> None:
-        """Handle the result of a request without a task. Create a task if it is not final."""
-        assert self._fetch is not None
+        """Start the first stage of an event. Every exception becomes an end of the event."""
         try:
-            if isinstance(answer, BaseException):
-                raise answer
-            if not self._fetch.is_final(item.event, answer):
-                item.task = asyncio.create_task(self._handle(item, answer))
+            if item.needs_request:
+                self._request(item, self._usable_baseline(item))
                 return
-            self._on_page(item, answer)
-        except (Exception, asyncio.CancelledError) as e:
-            self._on_error(item, "fetch", e)
+            if self._first != "sink":
+                item.task = asyncio.create_task(self._load_page(item))
+                return
+            self._on_extracted(item, item.extracted or Extracted())
+        except Exception as e:
+            self._on_error(item, self._first, e)
         self._finish(item)
-
-    async def _handle(self, item: InflightEvent, answer: Response | None = None) -> None:
-        """Process one event. Every exception becomes an end of the event."""
-        stage = self._first
-        try:
-            if self._first == "sink":
-                self._on_extracted(item, item.extracted or Extracted())
-            elif item.needs_request:
-                assert self._fetch is not None
-                response = await self._fetch.fetch(
-                    item.event,
-                    self._usable_baseline(item),
-                    turn=self._pool_turn(item),
-                    answer=answer,
-                    sleep=self._wait_without_permit,
-                )
-                await self._on_fetched(item, response)
-            else:
-                stage = "extract"
-                await self._load_page(item)
-        except (Exception, asyncio.CancelledError) as e:
-            self._on_error(item, stage, e)
-        finally:
-            self._finish(item)
 
     def _on_error(self, item: InflightEvent, stage: str, e: BaseException) -> None:
         """End an event whose handler raised an exception."""
@@ -165,7 +129,8 @@ class Handlers:
     def _finish(self, item: InflightEvent) -> None:
         item.task = None
         self._dispatcher.finish(item)
-        self._flush_if_idle()
+        if not self._dispatcher.active:
+            self._flush_if_idle()
 
     def _flush_if_idle(self, own_tasks: int = 0) -> None:
         """Flush partial batches if other events cannot join them.
@@ -190,23 +155,16 @@ class Handlers:
             if item.task is not None and item.started < late:
                 item.task.cancel()
 
-    async def release(self) -> None:
+    def release(self) -> None:
         """Cancel all handlers, and release the deliveries that have no outcome."""
-        tasks = [item.task for item in self._window.held.values()]
-        for task in [*tasks, *self._extracts.under_way]:
+        held = list(self._window.held.values())
+        for task in [*(item.task for item in held), *self._extracts.under_way]:
             if task is not None:
                 task.cancel()
-        await asyncio.sleep(0)
-        for item in self._window.held.values():
-            if item.state is State.HANDLER:
-                self._recorder.end(item, "release", reason="shutdown")
+        for item in held:
+            self._recorder.end(item, "release", reason="shutdown")
 
     # -- fetching ----------------------------------------------------------------------------------
-
-    def _pool_turn(self, item: InflightEvent) -> int:
-        """Return by how many pools the event's route has moved on."""
-        failures = item.admitted.failures
-        return retry.turns(self._policies, "fetch", failures) if failures else 0
 
     def _usable_baseline(self, item: InflightEvent) -> Baseline | None:
         """Return the baseline for a conditional request, or None if a 304 would not help.
@@ -218,15 +176,33 @@ class Handlers:
             return b
         return None
 
-    async def _on_fetched(self, item: InflightEvent, r: Response) -> None:
-        """Handle a final response.
+    def _request(
+        self, item: InflightEvent, baseline: Baseline | None, *, again: bool = False
+    ) -> None:
+        assert self._fetch is not None
+        failures = item.admitted.failures
+        item.task = self._fetch.start(
+            item.event,
+            baseline,
+            partial(self._on_response, item),
+            # By how many pools the event's route has moved on.
+            turn=retry.turns(self._policies, "fetch", failures) if failures else 0,
+            sleep=self._wait_without_permit,
+            again=again,
+        )
 
-        After a 304, end the event as unchanged if the extractors are the same. Otherwise extract
-        the stored page again, or fetch the page without conditions if it is not stored.
-        """
-        b = item.admitted.baseline
-        if r.status == 304 and b is not None:
-            if b.extractors == self._signature(item.event.url):
+    def _on_response(self, item: InflightEvent, answer: Response | BaseException) -> None:
+        """Handle the final response of an event, or the failure of its fetch."""
+        try:
+            if isinstance(answer, BaseException):
+                raise answer
+            b = item.admitted.baseline
+            if answer.status != 304 or b is None:
+                self._on_page(item, answer)
+            elif b.extractors != self._signature(item.event.url):
+                item.task = asyncio.create_task(self._extract_again(item, b, answer))
+                return
+            else:
                 self._recorder.end(
                     item,
                     "success",
@@ -235,26 +211,31 @@ class Handlers:
                     response_hash=b.response_hash,
                     extractors=b.extractors,
                 )
-                return
+        except (Exception, asyncio.CancelledError) as e:
+            self._on_error(item, "fetch", e)
+        self._finish(item)
+
+    async def _extract_again(self, item: InflightEvent, b: Baseline, r: Response) -> None:
+        """Extract the stored page after a 304, because the extractors have changed.
+
+        Fetch the page without conditions if it is not stored.
+        """
+        try:
             body = await self._pages.get(b.page) if b.page else None
             if body is None:
-                assert self._fetch is not None
-                r = await self._fetch.fetch(
-                    item.event,
-                    None,
-                    turn=self._pool_turn(item),
-                    sleep=self._wait_without_permit,
-                    again=True,
-                )
-            else:  # the extractors have changed: extract the stored page again
-                r = msgspec.structs.replace(r, status=200, body=body)
-        self._on_page(item, r)
+                item.admitted.baseline = None
+                self._request(item, None, again=True)
+                return
+            self._on_page(item, msgspec.structs.replace(r, status=200, body=body))
+        except (Exception, asyncio.CancelledError) as e:
+            self._on_error(item, "fetch", e)
+        self._finish(item)
 
     def _on_page(self, item: InflightEvent, r: Response) -> None:
         """Extract the page, publish it on `pages`, or end the event as unchanged."""
         b, hash_ = item.admitted.baseline, page_id(r.body)
-        item.response = r
-        meta = PageMeta(
+        item.response, item.body = r, r.body
+        item.meta = PageMeta(
             page=hash_,
             url=r.url,
             status=r.status,
@@ -262,7 +243,7 @@ class Handlers:
             fetched_at=self._clock.now(),
             size=len(r.body),
         )
-        self._hold_page(item, meta, r.body)
+        self._window.body_bytes += len(r.body)
         if (
             b is not None
             and b.response_hash == hash_
@@ -271,36 +252,34 @@ class Handlers:
         ):
             self._recorder.end(item, "success", reason="unchanged", extractors=b.extractors)
         else:
-            self._pass_on(item, meta)
+            self._pass_on(item)
 
     async def _load_page(self, item: InflightEvent) -> None:
         """Load a page that the ledger knows. It is never fetched again.
 
-        Raises Failure if the page is no longer stored.
+        If this worker only fetches, the request was delivered again, and its message on `pages` may
+        be lost.
         """
-        meta = item.meta or msgspec.msgpack.decode(item.admitted.page_meta, type=PageMeta)
-        body = PageMessage.read(item.delivery.body).body() if self._first == "extract" else None
-        if body is None:
-            body = await self._pages.get(meta.page)
-        if body is None:
-            raise Failure(ErrorClass.PERMANENT, "its stored page is gone", detail=meta.page)
-        self._hold_page(item, meta, body)
-        # If this worker only fetches, the request was delivered again, and its message on `pages`
-        # may be lost.
-        self._pass_on(item, meta)
+        try:
+            meta = item.meta or msgspec.msgpack.decode(item.admitted.page_meta, type=PageMeta)
+            body = PageMessage.read(item.delivery.body).body() if self._first == "extract" else None
+            if body is None:
+                body = await self._pages.get(meta.page)
+            if body is None:
+                raise Failure(ErrorClass.PERMANENT, "its stored page is gone", detail=meta.page)
+            item.meta, item.body = meta, body
+            self._window.body_bytes += len(body)
+            self._pass_on(item)
+        except (Exception, asyncio.CancelledError) as e:
+            self._on_error(item, "extract", e)
+        self._finish(item)
 
-    def _hold_page(self, item: InflightEvent, meta: PageMeta, body: bytes) -> None:
-        item.meta, item.body = meta, body
-        self._window.body_bytes += len(body)
-
-    def _pass_on(self, item: InflightEvent, meta: PageMeta) -> None:
-        """Extract the page, or publish it on `pages` for the workers of the stage `extract`."""
-        if self._last != "fetch":
-            self._extracts.add(item)
-            return
+    def _publish_page(self, item: InflightEvent) -> None:
+        """Publish the page on `pages`, for the workers of the stage `extract`."""
+        assert item.meta is not None
         message = page_message(
             item.delivery.body,
-            meta,
+            item.meta,
             item.body,
             inline_max=self._options.inline_max,
             largest=self._options.message_max,

@@ -73,7 +73,12 @@ class Recorder:
         outcome: Literal["success", "retry", "park", "release", "dead", "handover", "writing"],
         **more: object,
     ) -> None:
-        """Add the event's end to the next batch. `more` has further fields of End."""
+        """Add the event's end to the next batch. `more` has further fields of End.
+
+        An event ends once. A later end is ignored, for example that of a cancelled handler.
+        """
+        if item.state is State.OUTCOME:
+            return
         meta, admitted = item.meta, item.admitted
         end = End(
             event=item.event,
@@ -165,8 +170,8 @@ class Recorder:
             await self._record([(item, _rejected(end, e))])
             return
         now = self._clock.now()
-        for (item, end), ok in zip(batch, applied, strict=True):
-            self._window.drop(item)
+        self._window.drop(item for item, _ in batch)
+        for end, ok in zip(ends, applied, strict=True):
             self._signals.ended(end, now, applied=ok)
         self._on_recorded(ends)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -121,11 +121,13 @@ class PrefetchWindow:
                     partial(self._subscription.extend, held, self._options.lease)
                 )
 
-    def drop(self, item: InflightEvent) -> None:
-        """Hold an event no longer, whose delivery is settled or whose lease was lost."""
-        if self.held.get(item.delivery.position) is item:
-            del self.held[item.delivery.position]
-        self.body_bytes -= len(item.body)
+    def drop(self, items: Iterable[InflightEvent]) -> None:
+        """Remove events whose delivery is settled, or whose lease was lost."""
+        held = self.held
+        for item in items:
+            if held.get(item.delivery.position) is item:
+                del held[item.delivery.position]
+            self.body_bytes -= len(item.body)
         self._room.set()
 
     def stop(self) -> None:

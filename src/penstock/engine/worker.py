@@ -158,7 +158,7 @@ class Worker:
         while self.held and self._clock.now() < until:
             self._handlers.flush()
             await self._clock.sleep(0.01)
-        await self._handlers.release()
+        self._handlers.release()
         while self._recorder.busy:
             self._recorder.flush()
             await asyncio.wait(self._recorder.under_way, timeout=0.1)

@@ -91,8 +91,61 @@ class _RedirectChain(msgspec.Struct):
     until: float = 0.0  # when the state of a delayed chain expires
 
 
+class _Running:
+    """A fetch in progress: its only request, or the task of the whole fetch."""
+
+    __slots__ = ("_again", "_baseline", "_done", "_event", "_sleep", "_stage", "_turn", "part")
+
+    def __init__(
+        self,
+        stage: FetchStage,
+        event: Event,
+        baseline: Baseline | None,
+        done: Done,
+        turn: int,
+        sleep: Sleep | None,
+        again: bool,
+    ) -> None:
+        self._stage, self._event, self._baseline, self._done = stage, event, baseline, done
+        self._turn, self._sleep, self._again = turn, sleep, again
+        self.part: Cancellable | None = None
+
+    def cancel(self) -> None:
+        if self.part is not None:
+            self.part.cancel()
+
+    def on_response(self, answer: Response | BaseException) -> None:
+        """Deliver the result of a request without a task, or continue with it in a task."""
+        try:
+            if isinstance(answer, Response) and not self._stage.is_final(self._event, answer):
+                self.start_task(answer)
+                return
+        except Exception as e:
+            answer = e
+        self._done(answer)
+
+    def start_task(self, answer: Response | None = None) -> None:
+        self.part = task = asyncio.ensure_future(
+            self._stage.fetch(
+                self._event,
+                self._baseline,
+                turn=self._turn,
+                answer=answer,
+                sleep=self._sleep,
+                again=self._again,
+            )
+        )
+        task.add_done_callback(self._on_task_end)
+
+    def _on_task_end(self, task: asyncio.Task[Response]) -> None:
+        if task.cancelled():
+            self._done(asyncio.CancelledError())
+        else:
+            self._done(task.exception() or task.result())
+
+
 class FetchStage:
-    """Fetches events: `begin` for the common case without a task, `fetch` for every case.
+    """Fetches events: `start` for the worker, `fetch` for sources and commands.
 
     The caller waits for the slot of the event's own host. Every further request reserves another
     slot (I8).
@@ -130,38 +183,52 @@ class FetchStage:
     def key_by(self) -> Literal["host", "domain"]:
         return self._options.key_by
 
-    def begin(self, event: Event, baseline: Baseline | None, done: Done) -> Cancellable | None:
-        """Send the request without a task, if only the response has to be waited for.
+    def start(
+        self,
+        event: Event,
+        baseline: Baseline | None,
+        done: Done,
+        *,
+        turn: int = 0,
+        sleep: Sleep | None = None,
+        again: bool = False,
+    ) -> _Running:
+        """See ports.PageFetcher."""
+        running = _Running(self, event, baseline, done, turn, sleep, again)
+        if not again and self._needs_one_request(event) and self._direct is not None:
+            headers, _ = self._headers(event, baseline)
+            running.part = self._direct.begin(event.url, headers, running.on_response)
+        if running.part is None:
+            running.start_task()
+        return running
+
+    def _needs_one_request(self, event: Event) -> bool:
+        """Return True if only the response has to be waited for.
 
         That is a GET without body, proxy and account, of a host that is not blocked and whose
-        cached robots.txt allows it. `done` gets the response, and `is_final` decides if more
-        requests are needed. Return None if no request was sent. Then call `fetch`.
+        cached robots.txt allows it. The response may still be a redirect.
         """
         ask, route, url, host = event.ask, event.route, event.url, event.key
         if (
-            self._direct is None
-            or ask.method != "GET"
+            ask.method != "GET"
             or ask.body is not None
             or route.account
             or proxies.needs_proxy(route)
+            or event.id in self._delayed_chains
+            or self._pace.blocked_until(host)
         ):
-            return None
-        if event.id in self._delayed_chains:
-            return None
-        if self._options.robots == "obey" and not self._cache.exempt(host):
-            known = self._robots.get(url[: url.find("/", 8)])
-            if known is None or known.until <= self._clock.now() or not (200 <= known.status < 500):
-                return None
-            if known.robots is not rules.ALLOW_ALL and not known.robots.allows(
-                self._options.agent, url, canonical=True
-            ):
-                return None
-        if self._pace.blocked_until(host):
-            return None
-        return self._direct.begin(url, self._headers(event, baseline)[0], done)
+            return False
+        if self._options.robots == "ignore" or self._cache.exempt(host):
+            return True
+        known = self._robots.get(url[: url.find("/", 8)])
+        if known is None or known.until <= self._clock.now() or not (200 <= known.status < 500):
+            return False
+        return known.robots is rules.ALLOW_ALL or known.robots.allows(
+            self._options.agent, url, canonical=True
+        )
 
     def is_final(self, event: Event, response: Response) -> bool:
-        """Return True if this response to the request of `begin` is the final one.
+        """Return True if this response to a request without a task is the final one.
 
         Return False if `fetch` must continue: the status is not 2xx, or the host is blocked. Raise
         Failure if the response is 2xx, but its content means a failure.
@@ -195,7 +262,7 @@ class FetchStage:
         If the event's route needs a proxy, requests are only sent through one.
 
         `turn` is how often the event was blocked. It selects the next pool of the route.
-        `answer` is the response to the first request, if `begin` has sent it.
+        `answer` is the response to the first request, if `start` has sent it.
         `sleep` waits for a slot. A caller can pass a function that frees its permit.
         `again` is True if the event's slot has already been used.
         """
