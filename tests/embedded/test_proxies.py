@@ -141,8 +141,8 @@ async def test_a_proxy_gets_the_checked_address_and_never_the_name() -> None:
         Proxy("socks5", exit_="127.0.0.12") as socks,
     ):
         async with rig(t, {"a": pool(http), "b": pool(socks)}) as r:
-            r.stage._fetcher.guard._resolver = _resolve  # type: ignore[attr-defined]
-            r.stage._fetcher.guard._allow = parse_allow("127.0.0.1:*,shop.test:*")  # type: ignore[attr-defined]
+            r.stage._direct.guard._resolver = _resolve  # type: ignore[attr-defined]
+            r.stage._direct.guard._allow = parse_allow("127.0.0.1:*,shop.test:*")  # type: ignore[attr-defined]
             for name in "ab":
                 event = event_of(
                     f"http://shop.test:{t.port}/x", id_=new_id(), route=Route(pool=name)
@@ -262,8 +262,8 @@ async def test_a_proxy_that_cannot_reach_a_host_cools_down_for_that_host_only(ki
         Proxy(kind, exit_="127.0.0.11") as p,
         rig(t, {"p": pool(p)}) as r,
     ):
-        r.stage._fetcher.guard._allow = parse_allow("127.0.0.1:*,shop.test:*")  # type: ignore[attr-defined]
-        r.stage._fetcher.guard._resolver = _resolve  # type: ignore[attr-defined]
+        r.stage._direct.guard._allow = parse_allow("127.0.0.1:*,shop.test:*")  # type: ignore[attr-defined]
+        r.stage._direct.guard._resolver = _resolve  # type: ignore[attr-defined]
         p.mood = "refuse"
         event = event_of(f"http://shop.test:{t.port}/", id_=new_id(), route=Route(pool="p"))
         with pytest.raises(Failure) as caught:

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.clock import nap
+from penstock.clock import wait
 from penstock.model import Outcome
 from penstock.ports import (
     Capabilities,
@@ -296,7 +296,7 @@ class SqlSubscription:
         )
 
     async def _pause(self, seconds: float) -> None:
-        await nap(self._queue.clock, seconds, self._wake)
+        await wait(self._queue.clock, self._wake, seconds)
 
     async def settle(self, items: Sequence[tuple[Delivery, Outcome]]) -> Sequence[bool]:
         answers = await self._queue.db.write(lambda tx: self._queue.settle_in(tx, items))
