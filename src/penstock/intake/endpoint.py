@@ -193,13 +193,12 @@ class Endpoint:
         taken = judge(hook.intake.mapping, findings)
         if taken.refused:
             raise _makes_none(findings, taken)
-        answers = await self._accept(hook, taken)
-        new, known = answers.count(Accepted.NEW), answers.count(Accepted.KNOWN)
+        await self._accept(hook, taken)
         return _json(
             202,
             {
-                "accepted": new,
-                "known": known,
+                "accepted": taken.answers.count(Accepted.NEW),
+                "known": taken.answers.count(Accepted.KNOWN),
                 "passed": taken.skipped,
                 "ids": [event.id for event in taken.events],
             },
@@ -257,16 +256,16 @@ class Endpoint:
         except TimeoutError:
             pass
 
-    async def _accept(self, hook: Hook, taken: Taken) -> list[Accepted]:
+    async def _accept(self, hook: Hook, taken: Taken) -> None:
         """Accept all events of a request, or none.
 
         The store combines requests that arrive together into one transaction.
         """
         record = partial(self._record, hook, taken)
         if taken.events:
-            return await hook.intake.lifecycle.accept(taken.events, in_transaction=record)
-        await self._uow.write(lambda tx: record(tx, []), durability=Durability.RELAXED)
-        return []
+            await hook.intake.lifecycle.accept(taken.events, in_transaction=record)
+        else:
+            await self._uow.write(lambda tx: record(tx, []), durability=Durability.RELAXED)
 
     def _record(self, hook: Hook, taken: Taken, tx: Transaction, answers: list[Accepted]) -> None:
         """Count the events of a request, in the transaction that accepts them.
@@ -286,15 +285,8 @@ class Endpoint:
                 hint="send it again later, with the same id",
                 after=RETRY_AFTER,
             )
-        new, known = answers.count(Accepted.NEW), answers.count(Accepted.KNOWN)
-        tx.sources.count(
-            hook.source.name,
-            new=new,
-            known=known,
-            skipped=taken.skipped,
-            refused=0,
-            now=self._clock.now(),
-        )
+        taken.answers = answers
+        hook.intake.count(tx, taken)
 
     def _count(self, hook: Hook, e: RequestRefused) -> None:
         """Count a refused request. Log the counts at most every `QUIET` seconds."""

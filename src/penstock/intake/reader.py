@@ -201,25 +201,9 @@ class Reader:
         state = tx.sources.state(self.source.name)
         if state is None or state.generation != self._generation or state.paused:
             raise Moved
-        answers, now = taken.answers, self._clock.now()
-        if Accepted.FULL in answers:
-            tx.sources.count(
-                self.source.name,
-                new=answers.count(Accepted.NEW),
-                known=0,
-                skipped=0,
-                refused=0,
-                now=now,
-            )
+        self.intake.count(tx, taken)
+        if Accepted.FULL in taken.answers:
             return
-        tx.sources.count(
-            self.source.name,
-            new=answers.count(Accepted.NEW),
-            known=answers.count(Accepted.KNOWN),
-            skipped=taken.skipped,
-            refused=len(taken.refused),
-            now=now,
-        )
         values: SourceNote = {
             "lag": batch.lag,
             "backlog": batch.backlog,
