@@ -22,7 +22,7 @@ from penstock.sources.postgres import slot as server
 from penstock.sources.postgres.pgoutput import lsn_of, lsn_text
 from penstock.sources.postgres.position import Cursor
 from penstock.sources.postgres.settings import CdcSettings, identifier, inline
-from penstock.sources.postgres.slot_reader import ChangeStream
+from penstock.sources.postgres.slot_reader import SlotReader
 
 IDLE_REPORT_INTERVAL = 1.0  # seconds without a change after which an empty batch is yielded
 
@@ -34,18 +34,18 @@ class CdcSource(BaseSource):
         self._spill = context.config.state.dir / "sources" / f"{settings.slot}.spill"
 
     async def read(self, cursor: bytes | None) -> AsyncGenerator[Batch, None]:
-        stream = ChangeStream(
+        reader = SlotReader(
             self.settings, None if cursor is None else Cursor.decode(cursor, self.name), self._spill
         )
-        stream.start()
+        reader.start()
         try:
             while True:
-                chunk = await stream.next(IDLE_REPORT_INTERVAL)
+                chunk = await reader.queue.next(IDLE_REPORT_INTERVAL)
                 if chunk is None:
                     yield Batch(
-                        idle=stream.caught_up,
-                        lag=0.0 if stream.caught_up else None,
-                        backlog=stream.backlog,
+                        idle=reader.caught_up,
+                        lag=0.0 if reader.caught_up else None,
+                        backlog=reader.backlog,
                     )
                     continue
                 lag = (
@@ -57,11 +57,11 @@ class CdcSource(BaseSource):
                     findings=chunk.findings,
                     cursor=None if chunk.cursor is None else chunk.cursor.encode(),
                     lag=lag,
-                    backlog=stream.backlog,
+                    backlog=reader.backlog,
                 )
-                stream.accept(chunk)
+                reader.queue.accept(chunk)
         finally:
-            await asyncio.shield(asyncio.to_thread(stream.stop))
+            await asyncio.shield(asyncio.to_thread(reader.stop))
 
     async def preview(self, cursor: bytes | None, limit: int) -> Sequence[Finding]:
         """Return unread changes of the slot, or existing rows as if they were inserted now.
@@ -113,12 +113,7 @@ class CdcSource(BaseSource):
             server.check(self.settings, session)
             server.ensure_publication(self.settings, session)
             server.create(self.settings, session)
-            found = server.find(self.settings, session)
-            if found is None:
-                raise SourceDown(
-                    f"slot {self.settings.slot} was dropped while it was created", hint="try again"
-                )
-            return self._slot_info(found)
+            return self._slot_info(server.find_created(self.settings, session))
 
         return await asyncio.to_thread(self._with_session, create)
 
@@ -189,46 +184,32 @@ class CdcSource(BaseSource):
         for table in self.settings.tables:
             names = server.columns(session, table)
             selected = ", ".join(f"{inline(name)}::text" for name, _ in names)
-            for row in server.rows(
-                session, f"SELECT {selected} FROM {table.inline} LIMIT {limit - len(found)}"
-            ):
-                values = {
-                    name: pgoutput.value(oid, text)
-                    for (name, oid), text in zip(names, row, strict=True)
-                }
-                found.append(
-                    _example(
-                        table.label,
-                        values,
-                        "insert",
-                        f"{table.label}: existing row, as if it were inserted now",
-                    )
-                )
+            statement = f"SELECT {selected} FROM {table.inline} LIMIT {limit - len(found)}"
+            cause = f"{table.label}: existing row, as if it were inserted now"
+            found += [
+                _example(table.label, pgoutput.row_of(names, row), "insert", cause)
+                for row in server.rows(session, statement)
+            ]
         return found
 
     def _cursor_for(self, session: Any, to: str) -> Cursor:
-        slot = server.find(self.settings, session)
-        current_lsn = (
-            slot.current_lsn
-            if slot is not None
-            else lsn_of(server.rows(session, "SELECT pg_current_wal_lsn()::text")[0][0])
-        )
         if to != "now" and not re.fullmatch(r"[0-9A-Fa-f]+/[0-9A-Fa-f]+", to):
             raise UsageError(
                 f"source {self.name} has no position {to!r}",
                 hint="use `--to start`, `--to now`, or an LSN such as 0/16B3748",
             )
-        lsn = current_lsn if to == "now" else lsn_of(to)
+        slot = server.find(self.settings, session)
         if slot is None:
             raise UsageError(
                 f"source {self.name}: there is no slot {self.settings.slot}, "
                 "so only future changes can be read",
                 hint="use `--to start`, which creates the slot",
             )
-        if lsn < slot.confirmed or lsn > current_lsn:
+        lsn = slot.current_lsn if to == "now" else lsn_of(to)
+        if not slot.confirmed <= lsn <= slot.current_lsn:
             raise UsageError(
                 f"source {self.name}: the slot keeps changes from {lsn_text(slot.confirmed)} to "
-                f"{lsn_text(current_lsn)}, and {to} is not in that range",
+                f"{lsn_text(slot.current_lsn)}, and {to} is not in that range",
                 hint="use `--to now`, or an LSN in that range",
             )
         replication = server.connect(self.settings, replication=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 import msgspec
@@ -381,9 +381,15 @@ _VALUES: dict[int, Callable[[str], Any]] = {
 }
 
 
-def value(oid: int, text: str | None) -> Any:
-    """Convert one value as the decoder does, for rows that are read by SELECT."""
-    return None if text is None else _VALUES.get(oid, _unconverted)(text)
+def row_of(columns: Sequence[tuple[str, int]], texts: Sequence[str | None]) -> dict[str, Any]:
+    """Convert the values of a row as the decoder does, for a row that is read by SELECT.
+
+    `columns` has (name, type oid) of each value.
+    """
+    return {
+        name: None if text is None else _VALUES.get(oid, _unconverted)(text)
+        for (name, oid), text in zip(columns, texts, strict=True)
+    }
 
 
 def lsn_text(lsn: int) -> str:

@@ -13,7 +13,13 @@ import psycopg2.extras
 
 from penstock.errors import SourceDown
 from penstock.sources.postgres.pgoutput import lsn_of
-from penstock.sources.postgres.settings import CdcSettings, TableName, identifier, inline
+from penstock.sources.postgres.settings import (
+    CdcSettings,
+    TableName,
+    TableSettings,
+    identifier,
+    inline,
+)
 from penstock.stores.postgres.url import OLDEST, refusal
 
 log = logging.getLogger("penstock")
@@ -22,6 +28,13 @@ log = logging.getLogger("penstock")
 SESSION = (
     "-c datestyle=ISO -c timezone=UTC -c bytea_output=hex -c intervalstyle=iso_8601"
     " -c extra_float_digits=1 -c statement_timeout=0"
+)
+# Name and type of each column of a table's primary key.
+KEY_COLUMNS = (
+    "SELECT a.attname, format_type(a.atttypid, a.atttypmod) FROM pg_index i"
+    " CROSS JOIN LATERAL unnest(i.indkey) WITH ORDINALITY AS k(number, place)"
+    " JOIN pg_attribute a ON a.attrelid=i.indrelid AND a.attnum=k.number"
+    " WHERE i.indrelid=to_regclass(%s) AND i.indisprimary ORDER BY k.place"
 )
 _CURRENT_LSN = (
     "CASE WHEN pg_is_in_recovery() THEN pg_last_wal_replay_lsn() ELSE pg_current_wal_lsn() END"
@@ -81,7 +94,7 @@ def identify(replication: Any) -> tuple[str, str]:
     return str(found[0]), str(found[3])
 
 
-def rows(connection: Any, statement: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+def rows(connection: Any, statement: str, parameters: Sequence[Any] = ()) -> list[Any]:
     """Run a statement and return its rows.
 
     A % in an identifier must be written %% (`settings.inline`), with parameters or without.
@@ -222,6 +235,18 @@ def find(s: CdcSettings, connection: Any) -> Slot | None:
     """Return the source's slot, or None if it does not exist."""
     found = list_slots(connection, "slot_name=%s", (s.slot,))
     return found[0] if found else None
+
+
+def find_created(s: CdcSettings, connection: Any) -> Slot:
+    """Return the source's slot, which was just created. Raises SourceDown if it does not exist."""
+    slot = find(s, connection)
+    if slot is None:
+        raise SourceDown(
+            f"source {s.source}: slot {s.slot} was dropped while it was created",
+            hint="try again",
+            after=1.0,
+        )
+    return slot
 
 
 def list_slots(
@@ -377,7 +402,7 @@ def read_error(s: CdcSettings, e: psycopg2.Error) -> SourceDown:
     )
 
 
-def error_text(s: CdcSettings, e: BaseException) -> str:
+def error_text(s: CdcSettings | TableSettings, e: BaseException) -> str:
     """Return the first line of the server's message, without secrets."""
     lines = str(e).strip().splitlines() or [type(e).__name__]
     return s.address.without_secrets(lines[0].removeprefix("ERROR:").removeprefix("FATAL:").strip())
@@ -395,17 +420,6 @@ def _no_replication_right(s: CdcSettings) -> SourceDown:
     )
 
 
-def key_columns(s: CdcSettings, connection: Any, table: TableName) -> list[tuple[str, str]]:
-    """Return (name, type) of each column of the primary key."""
-    statement = (
-        "SELECT a.attname, format_type(a.atttypid, a.atttypmod) FROM pg_index i"
-        " CROSS JOIN LATERAL unnest(i.indkey) WITH ORDINALITY AS k(number, place)"
-        " JOIN pg_attribute a ON a.attrelid=i.indrelid AND a.attnum=k.number"
-        " WHERE i.indrelid=to_regclass(%s) AND i.indisprimary ORDER BY k.place"
-    )
-    return [(name, kind) for name, kind in rows(connection, statement, (table.quoted,))]
-
-
 def columns(connection: Any, table: TableName) -> list[tuple[str, int]]:
     """Return (name, type oid) of each column, without generated columns."""
     statement = (
@@ -413,4 +427,4 @@ def columns(connection: Any, table: TableName) -> list[tuple[str, int]]:
         " WHERE attrelid=to_regclass(%s) AND attnum>0 AND NOT attisdropped AND attgenerated=''"
         " ORDER BY attnum"
     )
-    return [(name, oid) for name, oid in rows(connection, statement, (table.quoted,))]
+    return rows(connection, statement, (table.quoted,))
