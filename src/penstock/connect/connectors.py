@@ -114,7 +114,8 @@ def _debezium_postgres(table: ConnectOptions, place: Target) -> dict[str, str]:
         # A heartbeat confirms the position even if the table does not change. Otherwise the slot
         # would keep the WAL of all other tables.
         "heartbeat.interval.ms": table.milliseconds("heartbeat", "10s"),
-        # The slot stays in use for a short time after its reader was killed, so the connector retries.
+        # The slot stays in use for a short time after its reader was killed, so the connector
+        # retries.
         "slot.retry.delay.ms": "2000",
         "slot.max.retries": "30",
         "retriable.restart.connector.wait.ms": "2000",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import random
+from contextlib import aclosing
 from typing import Unpack
 
 from penstock.errors import PenstockError, StoreUnavailable
@@ -114,7 +115,10 @@ class Reader:
             if not await self._lock.take():
                 return LOOK
             await self._uow.write(self._declare, durability=Durability.RELAXED)
-        state, cursor = await self._uow.read(self._standing)
+        name = self.source.name
+        state, cursor = await self._uow.read(
+            lambda tx: (tx.sources.state(name), tx.sources.cursor(name))
+        )
         # The row can be missing while this process holds the lock, if an operator restored the
         # ledger from a backup.
         if state is None:
@@ -158,16 +162,10 @@ class Reader:
             # The next round was planned with a longer `every`, or while the clock was wrong.
             tx.sources.note(self.source.name, next_at=latest)
 
-    def _standing(self, tx: Transaction) -> tuple[SourceState | None, bytes | None]:
-        return tx.sources.state(self.source.name), tx.sources.cursor(self.source.name)
-
     async def _round(self, cursor: bytes | None) -> None:
-        batches = self.source.read(cursor)
-        try:
+        async with aclosing(self.source.read(cursor)) as batches:
             async for batch in batches:
                 await self._take(batch)
-        finally:
-            await batches.aclose()
 
     async def _take(self, batch: Batch) -> None:
         self._backlog = batch.lag, batch.backlog

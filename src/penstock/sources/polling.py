@@ -114,9 +114,6 @@ class SeenVersions:
         self._seen: set[bytes] = set()
         self.repeated = 0  # items of this round whose key another item had already
 
-    def __len__(self) -> int:
-        return len(self._known)
-
     def observe(self, key: str, version: bytes) -> int | None:
         """Record the version of a key.
 

@@ -45,7 +45,7 @@ class Snapshot:
         self._exact = exported is not None
 
     def parts(self, reading: Reading) -> list[Part]:
-        """Describe the snapshot. The list is empty for the slot's own: the log has none of its rows."""
+        """Describe the snapshot. The list is empty for the slot's own, whose rows the log lacks."""
         if self._exact:
             return []
         upto = pgoutput.lsn_of(rows(self._connection, "SELECT pg_current_wal_lsn()::text")[0][0])
