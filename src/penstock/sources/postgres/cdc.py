@@ -6,9 +6,10 @@ See `slot_reader` for the thread that reads the replication slot.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
-from collections.abc import AsyncGenerator, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any, TypeVar
 
 import psycopg2
 
@@ -24,6 +25,7 @@ from penstock.sources.postgres.position import Cursor
 from penstock.sources.postgres.settings import CdcSettings, identifier, inline
 from penstock.sources.postgres.slot_reader import SlotReader
 
+T = TypeVar("T")
 IDLE_REPORT_INTERVAL = 1.0  # seconds without a change after which an empty batch is yielded
 
 
@@ -69,15 +71,12 @@ class CdcSource(BaseSource):
         Existing rows are returned if there are no unread changes, if the slot does not exist, or
         if a client is reading it.
         """
-        return await asyncio.to_thread(
-            self._with_session,
-            lambda session: self._unread(session, limit) or self._sample(session, limit),
+        return await self._with_session(
+            lambda session: self._unread(session, limit) or self._sample(session, limit)
         )
 
     async def place(self, to: str) -> bytes:
-        return await asyncio.to_thread(
-            self._with_session, lambda session: self._cursor_for(session, to).encode()
-        )
+        return await self._with_session(lambda session: self._cursor_for(session, to).encode())
 
     def describe(self, cursor: bytes | None) -> str:
         if cursor is None:
@@ -95,16 +94,10 @@ class CdcSource(BaseSource):
 
     async def slots(self) -> Sequence[SlotInfo]:
         """Return all slots with Penstock's output plugin on the server, this source's first."""
-
-        def own_first(slot: server.Slot) -> bool:
-            return slot.name != self.settings.slot
-
-        return await asyncio.to_thread(
-            self._with_session,
-            lambda session: [
-                self._slot_info(slot) for slot in sorted(server.list_slots(session), key=own_first)
-            ],
+        found = await self._with_session(
+            lambda session: [self._slot_info(slot) for slot in server.list_slots(session)]
         )
+        return sorted(found, key=lambda slot: not slot.own)
 
     async def create_slot(self) -> SlotInfo:
         """Create the slot and its publication, unless they exist, and return the slot."""
@@ -115,7 +108,7 @@ class CdcSource(BaseSource):
             server.create(self.settings, session)
             return self._slot_info(server.find_created(self.settings, session))
 
-        return await asyncio.to_thread(self._with_session, create)
+        return await self._with_session(create)
 
     async def drop_slot(self) -> bool:
         """Drop the slot, and the publication if Penstock owns it. Return False if none existed."""
@@ -124,7 +117,7 @@ class CdcSource(BaseSource):
             dropped = server.drop(self.settings, session)
             return server.drop_publication(self.settings, session) or dropped
 
-        return await asyncio.to_thread(self._with_session, drop)
+        return await self._with_session(drop)
 
     def _slot_info(self, slot: server.Slot) -> SlotInfo:
         return SlotInfo(
@@ -139,15 +132,20 @@ class CdcSource(BaseSource):
 
     # -- on another thread -------------------------------------------------------------------------
 
-    def _with_session(self, work: Any) -> Any:
-        """Run `work` with a connection. Raises SourceDown if the server refuses a statement."""
-        session = server.connect(self.settings)
+    async def _with_session(self, work: Callable[[Any], T]) -> T:
+        """Run `work` on another thread, with a connection.
+
+        Raises SourceDown if the server refuses the connection or a statement.
+        """
+
+        def run() -> T:
+            with contextlib.closing(server.connect(self.settings)) as session:
+                return work(session)
+
         try:
-            return work(session)
+            return await asyncio.to_thread(run)
         except psycopg2.Error as e:
             raise server.read_error(self.settings, e) from None
-        finally:
-            session.close()
 
     def _unread(self, session: Any, limit: int) -> list[Finding]:
         server.check(self.settings, session)
@@ -212,11 +210,8 @@ class CdcSource(BaseSource):
                 f"{lsn_text(slot.current_lsn)}, and {to} is not in that range",
                 hint="use `--to now`, or an LSN in that range",
             )
-        replication = server.connect(self.settings, replication=True)
-        try:
+        with contextlib.closing(server.connect(self.settings, replication=True)) as replication:
             return Cursor(server.identify(replication)[0], lsn, 0)
-        finally:
-            replication.close()
 
 
 def _example(table: str, row: dict[str, Any], operation: str, cause: str) -> Finding:

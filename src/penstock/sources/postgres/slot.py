@@ -165,47 +165,36 @@ def ensure_publication(s: CdcSettings, connection: Any) -> None:
         (s.publication,),
     )
     if not found:
-        return _create_publication(s, connection)
+        _create_publication(s, connection)
+        return
     everything, inserts, updates = found[0]
-    listed = {
-        (schema, name)
-        for schema, name in rows(
-            connection,
-            "SELECT schemaname, tablename FROM pg_publication_tables WHERE pubname=%s",
-            (s.publication,),
-        )
-    }
+    listed = rows(
+        connection,
+        "SELECT schemaname, tablename FROM pg_publication_tables WHERE pubname=%s",
+        (s.publication,),
+    )
     missing = [
         table for table in s.tables if not everything and (table.schema, table.name) not in listed
     ]
-    kinds = {"insert": inserts, "update": updates}
-    unpublished = sorted(operation for operation in s.operations if not kinds[operation])
-    if not missing and not unpublished:
-        return None
-    name = inline(s.publication)
-    tables = ", ".join(table.inline for table in missing)
-    change = (
-        f"ALTER PUBLICATION {name} ADD TABLE {tables}"
-        if missing
-        else f"ALTER PUBLICATION {name} SET (publish = 'insert, update')"
-    )
-    what = f"table {missing[0].label}" if missing else unpublished[0] + "s"
-    if not s.owned:
-        raise SourceDown(
-            f"source {s.source}: publication {s.publication} does not publish {what}", hint=change
-        )
-    try:
-        if missing:
-            rows(connection, f"ALTER PUBLICATION {name} ADD TABLE {tables}")
-        if unpublished:
-            rows(connection, f"ALTER PUBLICATION {name} SET (publish = 'insert, update')")
-    except psycopg2.Error as e:
-        raise SourceDown(
-            f"source {s.source}: publication {s.publication} does not publish {what}: "
-            f"{error_text(s, e)}",
-            hint=f"as its owner: {change}",
-        ) from None
-    return None
+    published = {"insert": inserts, "update": updates}
+    unpublished = sorted(operation for operation in s.operations if not published[operation])
+    changes = []
+    if missing:
+        changes.append(f"ADD TABLE {', '.join(table.inline for table in missing)}")
+    if unpublished:
+        changes.append("SET (publish = 'insert, update')")
+    for change in changes:
+        statement = f"ALTER PUBLICATION {inline(s.publication)} {change}"
+        what = f"table {missing[0].label}" if missing else unpublished[0] + "s"
+        lacks = f"source {s.source}: publication {s.publication} does not publish {what}"
+        if not s.owned:
+            raise SourceDown(lacks, hint=statement)
+        try:
+            rows(connection, statement)
+        except psycopg2.Error as e:
+            raise SourceDown(
+                f"{lacks}: {error_text(s, e)}", hint=f"as its owner: {statement}"
+            ) from None
 
 
 def _create_publication(s: CdcSettings, connection: Any) -> None:

@@ -197,8 +197,13 @@ class _UnreadRows:
         selected = ", ".join(f"{inline(name)}::text" for name, _ in self._columns)
         # Order by the columns of the table, because the selected values are text.
         order = ", ".join(f"r.{inline(name)}" for name in self._key)
+        where = {
+            "mark": f"WHERE {inline(s.column)} IS NULL",
+            "status": f"WHERE {inline(s.column)} = %s",
+            "delete": "",
+        }[s.done]
         statement = (
-            f"SELECT {keys}, xmin::text, {selected} FROM {s.table.inline} AS r{self._where()}"
+            f"SELECT {keys}, xmin::text, {selected} FROM {s.table.inline} AS r {where}"
             f" ORDER BY {order} LIMIT {limit}"
         )
         return await _all(
@@ -206,14 +211,6 @@ class _UnreadRows:
             statement + (" FOR UPDATE SKIP LOCKED" if lock else ""),
             [s.waiting] if s.done == "status" else [],
         )
-
-    def _where(self) -> str:
-        column = inline(self._s.column)
-        return {
-            "mark": f" WHERE {column} IS NULL",
-            "status": f" WHERE {column} = %s",
-            "delete": "",
-        }[self._s.done]
 
     def finding(self, row: Sequence[Any]) -> Finding:
         key, version, values = row[: len(self._key)], row[len(self._key)], row[len(self._key) + 1 :]
@@ -224,11 +221,10 @@ class _UnreadRows:
         }
         # The id includes the row's version. A row that was reset to unread is a new finding. The
         # same row after a crash is not.
-        id_ = mint(
-            "table", self._server, self._s.table.label, *[str(part) for part in key], version
-        )
         return Finding(
-            id=id_, cause=f"{self._s.table.label}: {', '.join(map(str, key))}", payload=payload
+            id=mint("table", self._server, self._s.table.label, *map(str, key), version),
+            cause=f"{self._s.table.label}: {', '.join(map(str, key))}",
+            payload=payload,
         )
 
     async def take(self, rows: Sequence[Sequence[Any]]) -> None:

@@ -210,8 +210,6 @@ class Seeds(BaseSource):
         return positions.encode()
 
     def describe(self, cursor: bytes | None) -> str:
-        if cursor is None:
-            return "at the start"
         last = last_position(cursor)
         if not last.name:
             return "at the start"
