@@ -20,7 +20,6 @@ from penstock.ports import Finding
 from penstock.sources.base import BATCH
 from penstock.sources.postgres import slot as slots
 from penstock.sources.postgres.chunks import Chunk, ChunkQueue
-from penstock.sources.postgres.findings import Findings
 from penstock.sources.postgres.lag_limit import WalLimit
 from penstock.sources.postgres.pgoutput import (
     BadChange,
@@ -35,7 +34,7 @@ from penstock.sources.postgres.pgoutput import (
 from penstock.sources.postgres.position import ALL_CHANGES, Cursor, Part, Reading
 from penstock.sources.postgres.settings import CdcSettings, identifier
 from penstock.sources.postgres.slot_start import check_cursor, first_start
-from penstock.sources.postgres.snapshot import Included, Snapshot
+from penstock.sources.postgres.snapshot import Findings, Included, Snapshot
 from penstock.sources.postgres.spill import Frame, Spill
 
 log = logging.getLogger("penstock")

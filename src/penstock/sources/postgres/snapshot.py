@@ -1,6 +1,6 @@
 """Reads the rows that tables have when a slot is created, in batches by key under one snapshot.
 
-Also decides which inserts of the log these rows already include.
+Also converts changes of the log into findings, without the inserts that these rows include.
 """
 
 from __future__ import annotations
@@ -148,6 +148,54 @@ class Included:
         compared = ", ".join(f"({_placeholders(key)}) > ({_placeholders(key)})" for _ in starts)
         compared_values = [value for start in starts for value in (*values, *start)]
         return list(rows(self._connection, f"SELECT {compared}", compared_values)[0])
+
+
+class Findings:
+    """Converts changes of the log: which changes are used, their payload and id."""
+
+    def __init__(self, s: CdcSettings, system: str, included: Included | None) -> None:
+        """`included`: inserts that were already read as existing rows, or None if there are none."""
+        self._operations, self._labels = s.operations, {table.label for table in s.tables}
+        self._system, self._publication, self._included = system, s.publication, included
+
+    def of(
+        self, begin: pgoutput.Begin, index: int, change: pgoutput.Insert | pgoutput.Update
+    ) -> Finding | None:
+        """Return the finding, or None if the change is not configured or is known already."""
+        operation, label = (
+            "insert" if isinstance(change, pgoutput.Insert) else "update",
+            change.relation.label,
+        )
+        if operation not in self._operations or label not in self._labels:
+            return None
+        if (
+            self._included is not None
+            and operation == "insert"
+            and self._included(begin.commit, begin.xid, label, change.row)
+        ):
+            return None
+        lsn = pgoutput.lsn_text(begin.commit)
+        meta: dict[str, Any] = {
+            "op": operation,
+            "table": label,
+            "lsn": lsn,
+            "index": index,
+            "xid": begin.xid,
+            "at": begin.at,
+        }
+        if isinstance(change, pgoutput.Update):
+            if change.old is not None:
+                meta["old"] = change.old
+            if change.unchanged:
+                meta["unchanged"] = list(change.unchanged)
+        return Finding(
+            # The index counts changes of this publication. In another publication the same number
+            # means another change, so the publication is part of the id.
+            id=mint("cdc", self._system, self._publication, lsn, str(index)),
+            cause=f"{label}: {operation} at {lsn}",
+            payload={**change.row, "_cdc": meta},
+            at=begin.at,
+        )
 
 
 def _placeholders(key: Sequence[tuple[str, str]]) -> str:
