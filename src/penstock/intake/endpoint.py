@@ -10,6 +10,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -53,7 +54,7 @@ TRY = {
 }
 
 
-class Bucket:
+class RateLimiter:
     """A rate limit: `rate` requests per second, and up to `burst` requests after an idle time."""
 
     def __init__(self, rate: float, burst: int) -> None:
@@ -73,7 +74,7 @@ class Hook:
 
     def __init__(self, source: ServedSource, url: str, intake: Intake) -> None:
         self.source, self.url, self.intake = source, url, intake
-        self.bucket = Bucket(source.rate, source.burst)
+        self.limiter = RateLimiter(source.rate, source.burst)
         self.refused: Counter[int] = Counter()
         self.said = -math.inf
 
@@ -121,7 +122,7 @@ class Endpoint:
     def app(self) -> Starlette:
         handlers: dict[Any, Any] = {HTTPException: _other, StoreUnavailable: _away, Exception: _bug}
         routes = [
-            Route("/hooks/{name}", self._told, methods=["POST"]),
+            Route("/hooks/{name}", self._handle, methods=["POST"]),
             Route("/healthz", _health, methods=["GET"]),
             Route("/openapi.json", _schema, methods=["GET"]),
         ]
@@ -131,7 +132,7 @@ class Endpoint:
 
     # -- one request -------------------------------------------------------------------------------
 
-    async def _told(self, request: Request) -> Response:
+    async def _handle(self, request: Request) -> Response:
         # Read the path from the scope. `request.url` fails if the Host header is not a valid host.
         hook = self.hooks.get(request.scope["path"])
         if hook is None:
@@ -176,7 +177,7 @@ class Endpoint:
                 hint="leave both to your client",
             )
         try:
-            if wait := hook.bucket.wait(asyncio.get_running_loop().time()):
+            if wait := hook.limiter.wait(asyncio.get_running_loop().time()):
                 raise RequestRefused(
                     429,
                     "this hook is told more often than it allows",
@@ -245,7 +246,7 @@ class Endpoint:
 
         If the server closed the connection during the request, the client would lose the response.
         """
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(min(2.0, self._timeout)):
                 while seen < DISCARDED:
                     message = await request.receive()
@@ -253,8 +254,6 @@ class Endpoint:
                     if message["type"] != "http.request" or not message.get("more_body"):
                         request.scope[WHOLE] = True
                         return
-        except TimeoutError:
-            pass
 
     async def _accept(self, hook: Hook, taken: Taken) -> None:
         """Accept all events of a request, or none.

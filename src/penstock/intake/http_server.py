@@ -185,8 +185,8 @@ def _protocol(connections: int, timeout: float) -> type[H11Protocol]:
                     "try again later",
                     "retry-after: 1\r\n",
                 )
-                return
-            self._watch()
+            else:
+                self._watch()
 
         def data_received(self, data: bytes) -> None:
             if self.transport.is_closing():

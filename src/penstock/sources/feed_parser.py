@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from hashlib import blake2b
 from typing import Any
@@ -171,10 +172,8 @@ def _xml(text: str) -> Feed:
 
 def _tree(text: str) -> Any:
     """Parse XML strictly. If that fails, repair entities and parse with error recovery."""
-    try:
+    with suppress(etree.XMLSyntaxError, ValueError):
         return etree.fromstring(text.encode("utf-8", "replace"), _parser(False))
-    except (etree.XMLSyntaxError, ValueError):
-        pass
     begin = _beginning.search(text[:65536])
     if begin is None:
         raise UnreadableDocument(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicCollection, TopicPartition
@@ -183,13 +184,11 @@ class Client:
 
     def commit(self, at: Mapping[int, int]) -> None:
         """Commit offsets for monitoring tools. Errors are ignored."""
-        try:
+        with suppress(KafkaException):
             self._consumer.commit(
                 offsets=[TopicPartition(self.topic.name, p, offset) for p, offset in at.items()],
                 asynchronous=True,
             )
-        except KafkaException:
-            pass
 
     def offsets_at(self, time: float, ranges: Mapping[int, tuple[int, int]]) -> dict[int, int]:
         """Return the first offset of each partition at or after this time (epoch seconds)."""

@@ -15,7 +15,7 @@ import re
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -247,10 +247,8 @@ class KafkaSource(BaseSource):
         return at
 
     def _time(self, to: str) -> float:
-        try:
+        with suppress(ValueError):
             return self.context.clock.now() - units.duration(to)
-        except ValueError:
-            pass
         try:
             time_given = datetime.fromisoformat(to)
         except ValueError:
