@@ -21,6 +21,7 @@ import apsw
 
 from penstock.errors import StoreUnavailable, Unreachable
 from penstock.locks import FileLock
+from penstock.stores.group_commit import GroupCommitStore, Job, resolve
 from penstock.stores.sql import Tx
 
 T = TypeVar("T")
@@ -94,7 +95,7 @@ class _Connection(apsw.Connection):
         return [after > before for before, after in pairwise([*counts, self.total_changes()])]
 
 
-class Database:
+class Database(GroupCommitStore):
     """Implements ports.Store and stores.sql.SqlStore.
 
     `write` returns after COMMIT. Jobs that wait at the same time share one commit. `inline=True`
@@ -123,15 +124,11 @@ class Database:
         self._writer = self._connect()
         self._writer.set_wal_hook(self._on_wal)
         self._reader: apsw.Connection | None = None
-        self._closed = False
-        self.rollbacks = (
-            0  # callers that cache rows compare it: a cached row may be wrong after a rollback
-        )
-        self._queue: deque[_Job] = deque()
+        self._queue: deque[Job[Any]] = deque()
         self._busy = False
         self._before_commit: list[Callable[[], object]] = []
         self._wal = -1  # file descriptor of the WAL, for fdatasync
-        self._unsynced: list[_Job] = []  # committed, but not synced yet
+        self._unsynced: list[Job[Any]] = []  # committed, but not synced yet
         self._syncing = False
         # True after a failed sync. The kernel reports the error once, and may drop the bytes.
         self._sync_failed = False
@@ -206,31 +203,26 @@ class Database:
 
     def part(self, name: str, version: int, schema: str) -> None:
         """As SqlStore.part."""
+        known, c = "SELECT version FROM part WHERE name=?", self._writer
         try:
-            found = self._writer.execute("SELECT version FROM part WHERE name=?", (name,)).get
+            found = c.execute(known, (name,)).get
             if found is None:
-                self._writer.execute("BEGIN IMMEDIATE")
-                if (
-                    self._writer.execute("SELECT version FROM part WHERE name=?", (name,)).get
-                    is None
-                ):
-                    self._writer.execute(schema)
-                    self._writer.execute("INSERT INTO part VALUES(?,?)", (name, version))
-                self._writer.execute("COMMIT")
-            elif found != version:
-                age = "a newer" if found > version else "an older"
-                raise Unreachable(
-                    f"{self.path}: its {name} tables have version {found}, "
-                    f"this Penstock knows {version}; they were written by {age} release",
-                    hint="run that release, "
-                    "or give this one a new state directory (PENSTOCK_STATE=…)",
-                )
+                c.execute("BEGIN IMMEDIATE")
+                found = c.execute(known, (name,)).get  # maybe created by another process just now
+                if found is None:
+                    c.execute(schema)
+                    c.execute("INSERT INTO part VALUES(?,?)", (name, version))
+                    found = version
+                c.execute("COMMIT")
         except apsw.Error as e:
-            if self._writer.in_transaction:
-                self._writer.execute("ROLLBACK")
+            if c.in_transaction:
+                c.execute("ROLLBACK")
             raise Unreachable(
                 f"cannot prepare the store {self.path}: {e}", hint="run `penstock doctor`"
             ) from e
+        self._refuse_other_version(
+            name, found, version, instead="a new state directory (PENSTOCK_STATE=…)"
+        )
 
     def lock(self, path: Path) -> FileLock:
         """As SqlStore.lock. A file lock suffices: all processes that share the file are local."""
@@ -275,44 +267,29 @@ class Database:
         is held during the sync, so other jobs can write. If the sync fails, the job raises
         StoreUnavailable, but its changes may have been stored.
         """
-        self._refuse_if_closed()
-        job = _Job(work, synced or (durable and self.durability == "full"))
-        if self.inline:
-            self._execute([job])
-        else:
-            loop = asyncio.get_running_loop()
-            job.future = loop.create_future()
-            self._queue.append(job)
-            if not self._busy:
-                self._busy = True
-                loop.call_soon(self._next, loop)
-            # A cancelled caller must not cancel the future: the job commits anyway.
-            await asyncio.shield(job.future)
-        result: T = job.outcome()
-        return result
+        job = self._job(work, durable=durable, synced=synced)
+        return await self._committed(job, self._execute, self._enqueue)
+
+    def _enqueue(self, job: Job[Any]) -> None:
+        self._queue.append(job)
+        if not self._busy:
+            self._busy = True
+            loop = job.future.get_loop()
+            loop.call_soon(self._next, loop)
 
     def write_now(self, work: Callable[[Tx], T], *, durable: bool = True) -> T:
         """As SqlStore.write_now."""
-        self._refuse_if_closed()
+        job = self._job(work, durable=durable)
         if self._busy:
             raise RuntimeError("write_now while the loop writes")
-        job = _Job(work, durable and self.durability == "full")
         self._execute([job])
-        result: T = job.outcome()
-        return result
-
-    def _refuse_if_closed(self) -> None:
-        if self._closed:
-            raise StoreUnavailable(
-                f"{self.path} is closed",
-                hint="open the store again: this process has closed it",
-            )
+        return job.outcome()
 
     def before_commit(self, work: Callable[[], object]) -> None:
         """As SqlStore.before_commit."""
         self._before_commit.append(work)
 
-    def _execute(self, group: Sequence[_Job]) -> None:
+    def _execute(self, group: Sequence[Job[Any]]) -> None:
         """Run a whole transaction, sync and checkpoint on the caller's thread."""
         self._begin(group)
         self._run(group)
@@ -348,7 +325,7 @@ class Database:
             self._fail(group, error)
         self._run_and_commit(loop, group)
 
-    def _run_and_commit(self, loop: asyncio.AbstractEventLoop, group: Sequence[_Job]) -> None:
+    def _run_and_commit(self, loop: asyncio.AbstractEventLoop, group: Sequence[Job[Any]]) -> None:
         self._run(group)
         if self._before_commit:
             loop.run_in_executor(self._blocking_calls, self._finish, group).add_done_callback(
@@ -358,9 +335,9 @@ class Database:
             self._finish(group)
             self._after_commit(loop, group)
 
-    def _after_commit(self, loop: asyncio.AbstractEventLoop, group: Sequence[_Job]) -> None:
+    def _after_commit(self, loop: asyncio.AbstractEventLoop, group: Sequence[Job[Any]]) -> None:
         if self._closed:  # `close_now` has waited for this commit, and synced it
-            _resolve(group)
+            resolve(group)
             return
         if self._frames >= self._checkpoint_at:
             loop.run_in_executor(self._blocking_calls, self._checkpoint).add_done_callback(
@@ -369,7 +346,7 @@ class Database:
         else:
             self._start_next(loop)
         self._unsynced += [job for job in group if job.durable and job.error is None]
-        _resolve([job for job in group if not job.durable or job.error is not None])
+        resolve([job for job in group if not job.durable or job.error is not None])
         self._start_sync(loop)
 
     def _start_next(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -386,13 +363,13 @@ class Database:
 
         def done(_: object) -> None:
             self._syncing = False
-            _resolve(jobs)
+            resolve(jobs)
             if not self._closed:
                 self._start_sync(loop)
 
         loop.run_in_executor(self._blocking_calls, self._sync, jobs).add_done_callback(done)
 
-    def _sync(self, jobs: Sequence[_Job]) -> None:
+    def _sync(self, jobs: Sequence[Job[Any]]) -> None:
         """Sync the WAL as a COMMIT with synchronous=FULL does, but without the write lock.
 
         Frames that a checkpoint has moved out of the WAL were synced by the checkpoint.
@@ -430,7 +407,7 @@ class Database:
     # The three steps of a transaction. An outage in any step fails the whole group, and then no
     # change is written.
 
-    def _begin(self, group: Sequence[_Job]) -> None:
+    def _begin(self, group: Sequence[Job[Any]]) -> None:
         """Get the write lock. Blocks while another process writes."""
         until = time.monotonic() + self._busy_timeout
         try:
@@ -457,7 +434,7 @@ class Database:
             return False
         return True
 
-    def _run(self, group: Sequence[_Job]) -> None:
+    def _run(self, group: Sequence[Job[Any]]) -> None:
         """Run the jobs. A failing job is rolled back alone."""
         c = self._writer
         alone = len(group) == 1
@@ -480,7 +457,7 @@ class Database:
         except BaseException as e:
             self._fail(group, e)
 
-    def _finish(self, group: Sequence[_Job]) -> None:
+    def _finish(self, group: Sequence[Job[Any]]) -> None:
         before, self._before_commit = self._before_commit, []
         try:
             if self._writer.in_transaction:
@@ -490,7 +467,7 @@ class Database:
         except BaseException as e:
             self._fail(group, e)
 
-    def _fail(self, group: Sequence[_Job], e: BaseException) -> None:
+    def _fail(self, group: Sequence[Job[Any]], e: BaseException) -> None:
         with contextlib.suppress(apsw.Error):
             if self._writer.in_transaction:
                 self._writer.execute("ROLLBACK")
@@ -552,9 +529,6 @@ class Database:
 
         return self.read_now(in_transaction)
 
-    async def close(self) -> None:
-        self.close_now()
-
     def close_now(self) -> None:
         if self._closed:
             return
@@ -563,10 +537,10 @@ class Database:
         while self._queue:  # jobs that were accepted before the close
             job = self._queue.popleft()
             self._execute([job])
-            _resolve([job])
+            resolve([job])
         if self._busy or self._unsynced:
             self._sync(self._unsynced)
-            _resolve(self._unsynced)
+            resolve(self._unsynced)
         if self._reader is not None:
             self._reader.close()
         self._writer.close()
@@ -575,33 +549,6 @@ class Database:
             self._wal = -1
         if self._single_writer is not None:
             self._single_writer.release()
-
-
-class _Job:
-    """One `work(tx)`, with its result or error."""
-
-    __slots__ = ("durable", "error", "future", "result", "work")
-
-    def __init__(self, work: Callable[[Tx], Any], durable: bool) -> None:
-        self.work, self.durable = work, durable
-        self.future: asyncio.Future[None] | None = None
-        self.result: Any = None
-        self.error: BaseException | None = None
-
-    def outcome(self) -> Any:
-        if self.error is not None:
-            raise self.error
-        return self.result
-
-
-def _resolve(jobs: Sequence[_Job]) -> None:
-    for job in jobs:
-        if (
-            job.future is not None
-            and not job.future.done()
-            and not job.future.get_loop().is_closed()
-        ):
-            job.future.set_result(None)
 
 
 def file_system_of(path: Path, mountinfo: str = "/proc/self/mountinfo") -> str:
