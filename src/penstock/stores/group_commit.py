@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -27,6 +28,11 @@ class Job(Generic[T]):
         if self.error is not None:
             raise self.error
         return self.result
+
+
+def take(queue: deque[Job[Any]], limit: int) -> list[Job[Any]]:
+    """Remove the oldest jobs from the queue, and return them."""
+    return [queue.popleft() for _ in range(min(len(queue), limit))]
 
 
 def resolve(jobs: Sequence[Job[Any]]) -> None:

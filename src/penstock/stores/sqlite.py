@@ -1,6 +1,6 @@
 """Store in one SQLite file: per process a writing connection with group commit, and a reading one.
 
-Also checks the file, its file system and the SQLite version before use.
+See `sqlite_connection` for the connections, and `sqlite_checks` for the checks before use.
 """
 
 from __future__ import annotations
@@ -8,12 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -21,78 +19,19 @@ import apsw
 
 from penstock.errors import StoreUnavailable, Unreachable
 from penstock.locks import FileLock
-from penstock.stores.group_commit import GroupCommitStore, Job, resolve
+from penstock.stores.group_commit import GroupCommitStore, Job, resolve, take
 from penstock.stores.sql import Tx
+from penstock.stores.sqlite_checks import refuse_network_file_system, single_writer_if_needed
+from penstock.stores.sqlite_connection import OUTAGE, connect, read_only
 
 T = TypeVar("T")
 
-# Each connection is used by one thread at a time, so it needs no mutexes. They cost a tenth of
-# SQLite's time.
-_ONE_THREAD = apsw.SQLITE_OPEN_NOMUTEX
-APPLICATION_ID = 0x50454E53  # "PENS"
-# First version without the WAL-reset bug. Versions 3.7.0 to 3.51.2 may corrupt a WAL that several
-# processes write and checkpoint.
-WAL_RESET_FIXED = (3, 51, 3)
-NETWORK_FILE_SYSTEMS = frozenset(
-    {
-        "nfs",
-        "nfs4",
-        "cifs",
-        "smb3",
-        "smbfs",
-        "9p",
-        "afs",
-        "ceph",
-        "glusterfs",
-        "lustre",
-        "fuse.sshfs",
-        "fuse.glusterfs",
-        "fuse.s3fs",
-    }
-)
 MAX_GROUP = 256  # jobs in one transaction
-LOCK_POLL_INTERVAL = (
-    0.001  # seconds between two attempts to get the write lock from another process
-)
+LOCK_POLL_INTERVAL = 0.001  # seconds between two attempts to get the write lock
 # Frames in the WAL at which a checkpoint runs. If a reader or writer kept the WAL from restarting,
 # the next checkpoint runs CHECKPOINT_RETRY_FRAMES later.
 CHECKPOINT_FRAMES, CHECKPOINT_RETRY_FRAMES = 8000, 1000
-CHECKPOINT_TIMEOUT_MS = (
-    1000  # milliseconds that such a repeated checkpoint waits for other processes
-)
-_OUTAGE = (
-    apsw.FullError,
-    apsw.IOError,
-    apsw.ReadOnlyError,
-    apsw.BusyError,
-    apsw.CantOpenError,
-    apsw.LockedError,
-    apsw.PermissionsError,
-    # Damage is an error of the store, not of the job that found it.
-    apsw.CorruptError,
-    apsw.NotADBError,
-    apsw.NoMemError,
-)
-
-
-class _Connection(apsw.Connection):
-    """Implements stores.sql.Tx."""
-
-    def each(self, sql: str, rows: Sequence[Any], /) -> list[bool]:
-        """Return for each row whether the statement changed something.
-
-        `executemany` fetches the rows one by one. So the generator sees the number of changes
-        before each row.
-        """
-        counts: list[int] = []
-
-        def counted() -> Iterator[Any]:
-            for row in rows:
-                counts.append(self.total_changes())
-                yield row
-
-        self.executemany(sql, counted())
-        return [after > before for before, after in pairwise([*counts, self.total_changes()])]
+CHECKPOINT_TIMEOUT_MS = 1000  # how long such a repeated checkpoint waits for other processes
 
 
 class Database(GroupCommitStore):
@@ -115,13 +54,13 @@ class Database(GroupCommitStore):
         self.path, self.durability = path, durability
         self.inline = inline or path == ":memory:"
         self._single_writer: FileLock | None = None
-        if self.path != ":memory:":
-            _refuse_network_file_system(Path(path))
-            self._single_writer = _single_writer_if_needed(Path(path))
+        if self.file is not None:
+            refuse_network_file_system(self.file)
+            self._single_writer = single_writer_if_needed(self.file)
         self._busy_timeout = busy_seconds
         # Frames in the WAL after the last commit, and the number at which the next checkpoint runs.
         self._frames, self._checkpoint_at = 0, CHECKPOINT_FRAMES
-        self._writer = self._connect()
+        self._writer = connect(path, busy_seconds)
         self._writer.set_wal_hook(self._on_wal)
         self._reader: apsw.Connection | None = None
         self._queue: deque[Job[Any]] = deque()
@@ -140,66 +79,6 @@ class Database(GroupCommitStore):
         return None if self.path == ":memory:" else Path(self.path)
 
     # -- opening -----------------------------------------------------------------------------------
-
-    def _connect(self) -> apsw.Connection:
-        until = time.monotonic() + self._busy_timeout
-        # The busy timeout does not apply while another process switches a new file to WAL mode or
-        # closes its last connection.
-        while True:
-            try:
-                return self._open()
-            except Unreachable as e:
-                if not isinstance(e.__cause__, apsw.BusyError) or time.monotonic() > until:
-                    raise
-            time.sleep(0.01)
-
-    def _open(self) -> apsw.Connection:
-        try:
-            if self.path != ":memory:":
-                Path(self.path).parent.mkdir(parents=True, exist_ok=True)
-            c = _Connection(
-                self.path, flags=apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE | _ONE_THREAD
-            )
-            c.set_busy_timeout(int(self._busy_timeout * 1000))
-            # Keys are not in order. So a commit changes about one page per row, and writes all of
-            # that page.
-            c.execute("PRAGMA page_size=4096")
-            # One statement reads one snapshot: another process may be creating the file now.
-            known, tables = c.execute(
-                "SELECT application_id, (SELECT count(*) FROM sqlite_master) "
-                "FROM pragma_application_id"
-            ).get
-            if known not in (0, APPLICATION_ID) or (known == 0 and tables):
-                raise Unreachable(
-                    f"{self.path} is an SQLite database, but not one of Penstock's",
-                    hint="set PENSTOCK_STATE or the store URL to another path",
-                )
-            # Some file systems do not support WAL mode.
-            self._in_wal = (
-                self.path != ":memory:" and c.execute("PRAGMA journal_mode=WAL").get == "wal"
-            )
-            # Only for a new file: the PRAGMA takes the write lock, and most processes only read.
-            if not known:
-                c.execute(f"PRAGMA application_id={APPLICATION_ID}")
-            c.execute("PRAGMA cache_size=-65536; PRAGMA temp_store=MEMORY")
-            c.execute(
-                f"PRAGMA synchronous={'NORMAL' if self._in_wal else 'FULL'}; "
-                "PRAGMA journal_size_limit=67108864"
-            ).fetchall()
-            # This PRAGMA returns a row, and APSW runs the statements behind it in the same string
-            # only after the row is read. So it has its own call.
-            c.execute("PRAGMA wal_autocheckpoint=0").fetchall()
-            c.execute(
-                "CREATE TABLE IF NOT EXISTS part"
-                "(name TEXT PRIMARY KEY, version INTEGER NOT NULL) WITHOUT ROWID"
-            )
-            return c
-        except (apsw.Error, OSError) as e:
-            raise Unreachable(
-                f"cannot open the store {self.path}: {e}",
-                hint="check that the directory exists, is writable and has free space. "
-                "If the file is damaged, restore a backup",
-            ) from e
 
     def part(self, name: str, version: int, schema: str) -> None:
         """As SqlStore.part."""
@@ -231,28 +110,16 @@ class Database(GroupCommitStore):
     def check(self) -> list[str]:
         """As SqlStore.check. Slow on large files: used by doctor, and by starts after a crash."""
         try:
-            c = (
-                apsw.Connection(self.path, flags=apsw.SQLITE_OPEN_READONLY)
-                if self.path != ":memory:"
-                else self._writer
-            )
+            c = self._writer if self.file is None else read_only(self.path, self._busy_timeout)
             try:
-                c.set_busy_timeout(int(self._busy_timeout * 1000))
-                lines = [
-                    line
-                    for row in c.execute("PRAGMA quick_check(10)")
-                    for line in str(row[0]).splitlines()
-                ]
-                return [
-                    line
-                    for line in lines
-                    if line != "ok" and not line.startswith("*** in database")
-                ]
+                rows = c.execute("PRAGMA quick_check(10)").fetchall()
             finally:
                 if c is not self._writer:
                     c.close()
         except apsw.Error as e:
             return [str(e)]
+        lines = [line for (text,) in rows for line in str(text).splitlines()]
+        return [line for line in lines if line != "ok" and not line.startswith("*** in database")]
 
     # -- writing -----------------------------------------------------------------------------------
 
@@ -307,22 +174,21 @@ class Database(GroupCommitStore):
         """
         if self._closed:  # `close_now` has run the queued jobs
             return
-        sync_failed, error = self._sync_failed, None
-        until = until or time.monotonic() + self._busy_timeout
-        try:
-            if not sync_failed and not self._try_begin(until):
-                loop.call_later(LOCK_POLL_INTERVAL, self._next, loop, until)
-                return
-        except BaseException as e:
-            error = e
-        group = [self._queue.popleft() for _ in range(min(len(self._queue), MAX_GROUP))]
-        if sync_failed:
+        if self._sync_failed:
+            group = take(self._queue, MAX_GROUP)
             loop.run_in_executor(self._blocking_calls, self._begin, group).add_done_callback(
                 lambda _: self._run_and_commit(loop, group)
             )
             return
-        if error is not None:
-            self._fail(group, error)
+        until = until or time.monotonic() + self._busy_timeout
+        try:
+            if not self._try_begin(until):
+                loop.call_later(LOCK_POLL_INTERVAL, self._next, loop, until)
+                return
+            group = take(self._queue, MAX_GROUP)
+        except BaseException as e:
+            group = take(self._queue, MAX_GROUP)
+            self._fail(group, e)
         self._run_and_commit(loop, group)
 
     def _run_and_commit(self, loop: asyncio.AbstractEventLoop, group: Sequence[Job[Any]]) -> None:
@@ -374,7 +240,7 @@ class Database(GroupCommitStore):
 
         Frames that a checkpoint has moved out of the WAL were synced by the checkpoint.
         """
-        if not self._in_wal:  # without a WAL, COMMIT itself has synced
+        if not self._writer.in_wal:  # without a WAL, COMMIT itself has synced
             return
         try:
             if self._wal < 0:
@@ -446,7 +312,7 @@ class Database(GroupCommitStore):
                     c.execute("SAVEPOINT job")
                 try:
                     job.result = job.work(cast(Tx, c))
-                except _OUTAGE:
+                except OUTAGE:
                     raise
                 except BaseException as e:
                     job.error = e
@@ -510,12 +376,11 @@ class Database(GroupCommitStore):
         if self.inline:
             return work(cast(Tx, self._writer))
         if self._reader is None:
-            self._reader = apsw.Connection(self.path, flags=apsw.SQLITE_OPEN_READONLY | _ONE_THREAD)
-            self._reader.set_busy_timeout(int(self._busy_timeout * 1000))
+            self._reader = read_only(self.path, self._busy_timeout)
             self._reader.execute("PRAGMA cache_size=-16384")
         try:
             return work(cast(Tx, self._reader))
-        except _OUTAGE as e:
+        except OUTAGE as e:
             raise StoreUnavailable(
                 f"{self.path} cannot be read: {e}", hint="run `penstock doctor`"
             ) from e
@@ -549,57 +414,3 @@ class Database(GroupCommitStore):
             self._wal = -1
         if self._single_writer is not None:
             self._single_writer.release()
-
-
-def file_system_of(path: Path, mountinfo: str = "/proc/self/mountinfo") -> str:
-    """Return the type of the file system of `path`, or "" if it cannot be determined."""
-    try:
-        real = os.path.realpath(path)
-        best, kind = "", ""
-        with open(mountinfo, encoding="utf-8", errors="replace") as f:
-            for line in f:
-                left, _, right = line.partition(" - ")
-                # Space, tab, newline and backslash are written as octal escapes.
-                point = re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), left.split()[4])
-                if (real == point or real.startswith(point.rstrip("/") + "/")) and len(
-                    point
-                ) >= len(best):
-                    best, kind = point, right.split()[0]
-        return kind
-    except (OSError, IndexError, UnicodeError):
-        return ""
-
-
-def _refuse_network_file_system(path: Path) -> None:
-    kind = file_system_of(path)
-    if kind in NETWORK_FILE_SYSTEMS:
-        raise Unreachable(
-            f"{path} is on a network file system ({kind}), where SQLite's locks are not reliable",
-            hint="put the state on a local disk (PENSTOCK_STATE=/var/lib/penstock)",
-        )
-
-
-def sqlite_version() -> tuple[int, ...]:
-    return tuple(int(x) for x in apsw.sqlite_lib_version().split("."))
-
-
-def has_wal_reset_bug(version: tuple[int, ...]) -> bool:
-    return (3, 7, 0) <= version < WAL_RESET_FIXED
-
-
-def _single_writer_if_needed(path: Path) -> FileLock | None:
-    """Lock the file for one process if SQLite has the WAL-reset bug, and return the lock.
-
-    With one writing process, the bug has no effect.
-    """
-    if not has_wal_reset_bug(sqlite_version()):
-        return None
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(path.with_name(path.name + ".single"))
-    if not lock.try_acquire():
-        raise Unreachable(
-            f"SQLite {apsw.sqlite_lib_version()} has the WAL-reset bug, "
-            f"so only one process may write {path}, and another process does",
-            hint="run: pip install --upgrade apsw (3.51.3 or newer), or stop the other process",
-        )
-    return lock

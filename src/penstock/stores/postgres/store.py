@@ -19,7 +19,7 @@ import psycopg
 from psycopg import sql as quoting
 
 from penstock.errors import StoreUnavailable, Unreachable
-from penstock.stores.group_commit import GroupCommitStore, Job, resolve
+from penstock.stores.group_commit import GroupCommitStore, Job, resolve, take
 from penstock.stores.postgres.connection import Wire, statements
 from penstock.stores.postgres.locks import FleetLock
 from penstock.stores.postgres.url import OLDEST, Address, refusal
@@ -303,7 +303,7 @@ class _Writer:
     def _drain(self) -> None:
         while True:
             with self._mutex:
-                group = [self._queue.popleft() for _ in range(min(len(self._queue), MAX_GROUP))]
+                group = take(self._queue, MAX_GROUP)
                 if not group:
                     self._busy = False
                     return
