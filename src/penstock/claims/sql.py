@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from penstock.claims.views import HostView, usual_limits
 from penstock.ports import ClaimChange, Clock, Holder
 from penstock.rules import pace
 from penstock.stores.context import Context
@@ -32,20 +32,13 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(pace.HostState).decode
 
 
-class SqlClaims:
+class SqlClaims(HostView):
     """Slots of hosts and the cache of robots.txt. Implements ports.Pace and ports.RobotsCache."""
 
     def __init__(self, db: SqlStore, clock: Clock, limits: pace.Limits, rng: random.Random) -> None:
-        self.db, self.clock, self.limits, self.rng = db, clock, limits, rng
+        super().__init__(clock.now, limits, rng)
+        self.db, self.clock = db, clock
         self.pruned = b""  # URL key after which the next prune continues
-        self._gaps: dict[str, float] = {}  # host -> interval when slots were last reserved
-        # Throttled or paused host -> time before which no request is sent to it.
-        self._slowed: dict[str, float] = {}
-        # Host -> time when its interval grew. Slots that were reserved before are too close
-        # together.
-        self._voided: dict[str, float] = {}
-        self._own: dict[str, int] = {}  # host -> its own limit on requests in flight
-        self._exempt: frozenset[str] = frozenset()  # hosts whose robots.txt is not obeyed
         db.part("claims", 1, SCHEMA)
 
     # -- pace --------------------------------------------------------------------------------------
@@ -69,69 +62,22 @@ class SqlClaims:
         )
         for host, n in wants.items():
             state = _decode(known[host]) if host in known else pace.HostState()
-            if len(self._gaps) > 8192:
-                self._gaps.clear()
-            self._gaps[host] = pace.interval(state, self.limits)
-            after, slots[host] = pace.reserve(
-                state, self.limits, now, n, [self.rng.random() for _ in range(n)], within
-            )
+            after, slots[host] = self._reserve(host, state, n, now, within)
             if after != state:
                 self.keep_in(tx, host, after)
         return slots
 
-    async def report(
-        self, host: str, *, status: int, retry_after: float | None, seconds: float
-    ) -> None:
-        """Update the host's state after a response.
-
-        Writes only if the status is 429 or 503, or if the host is throttled or paused.
-        """
-        if status in (429, 503) or host in self._slowed:
-            state = await self.db.write(
-                lambda tx: self._report(tx, host, status, retry_after, seconds), durable=False
-            )
-            self._slowed[host] = pace.held_until(state)
-            self._void(host, state.slower_since)
-
-    def _report(
-        self, tx: Tx, host: str, status: int, retry_after: float | None, seconds: float
+    async def _change_state(
+        self, host: str, decide: Callable[[pace.HostState], pace.HostState]
     ) -> pace.HostState:
-        state = pace.report(
-            self.state_in(tx, host), self.limits, self.clock.now(), status, retry_after, seconds
-        )
-        self.keep_in(tx, host, state)
-        return state
+        def work(tx: Tx) -> pace.HostState:
+            before = self.state_in(tx, host)
+            after = decide(before)
+            if after is not before:
+                self.keep_in(tx, host, after)
+            return after
 
-    async def crawl_delay(self, host: str, seconds: float | None) -> None:
-        def work(tx: Tx) -> float:
-            state, now = self.state_in(tx, host), self.clock.now()
-            if state.crawl_delay != seconds:
-                state = msgspec.structs.replace(state, crawl_delay=seconds, slower_since=now)
-                # The request for robots.txt was just sent, so the delay begins now.
-                if seconds:
-                    state = msgspec.structs.replace(
-                        state, tat=max(state.tat, now + pace.interval(state, self.limits))
-                    )
-                self.keep_in(tx, host, state)
-            return state.slower_since
-
-        since = await self.db.write(work, durable=False)
-        if seconds:
-            self._void(host, since)
-
-    def gap(self, host: str) -> float:
-        """Return the host's interval in seconds at the last reservation. 0 means unlimited."""
-        return self._gaps.get(host, 0.0)
-
-    def voided(self, host: str) -> float:
-        return self._voided.get(host, 0.0)
-
-    def _void(self, host: str, at: float) -> None:
-        # Drop entries older than 60 s. No slot is reserved that far ahead.
-        if len(self._voided) > 8192:
-            old = self.clock.now() - 60.0
-            self._voided = {h: at for h, at in self._voided.items() if at > old}
-        self._voided[host] = max(at, self._voided.get(host, 0.0))
+        return await self.db.write(work, durable=False)
 
     def state_in(self, tx: Tx, host: str) -> pace.HostState:
         raw = tx.execute("SELECT state FROM host WHERE host=?", (host,)).get
@@ -152,12 +98,6 @@ class SqlClaims:
                 state.concurrency,
             ),
         )
-
-    def blocked_until(self, host: str) -> float:
-        return self._slowed.get(host, 0.0)
-
-    def concurrency(self, host: str) -> int:
-        return self._own.get(host, self.limits.concurrency)
 
     async def refresh(self) -> None:
         """Read the shared state of hosts into the local view.
@@ -182,9 +122,6 @@ class SqlClaims:
                 tx.execute("SELECT body, status, until FROM robots WHERE origin=?", (origin,)).get
             )
         )
-
-    def exempt(self, host: str) -> bool:
-        return host in self._exempt
 
     async def keep_robots(self, origin: str, body: bytes | None, status: int, until: float) -> None:
         sql = "INSERT INTO robots VALUES(?,?,?,?) ON CONFLICT(origin) DO UPDATE SET body=excluded.body, status=excluded.status, until=excluded.until"
@@ -265,9 +202,7 @@ class SqlClaimTable:
         self._claims.pruned = part[-1][0] if part else b""
 
 
-def claims_on(store: SqlStore, context: Context) -> SqlClaims:
-    c = context.config.pace
-    limits = pace.Limits(
-        rate=None if c.rate == math.inf else c.rate, burst=c.burst, concurrency=c.concurrency
-    )
-    return SqlClaims(store, context.clock, limits, context.rng)
+def open_claims(url: str, context: Context) -> SqlClaims:
+    """Open the claims in an SQLite file or in PostgreSQL."""
+    limits = usual_limits(context.config.pace)
+    return SqlClaims(context.store(url), context.clock, limits, context.rng)
