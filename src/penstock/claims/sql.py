@@ -14,19 +14,22 @@ from penstock.stores.context import Context
 from penstock.stores.sql import SqlStore, Tx
 
 SCHEMA = """
--- Who fetched or fetches a URL, the last success before that, and the one event delayed to the window's end. Written once per fetch:
--- how far the owner has come is in its ledger row.
-CREATE TABLE claim(url_key BLOB PRIMARY KEY, owner TEXT NOT NULL, good TEXT, next TEXT, at REAL NOT NULL) WITHOUT ROWID;
--- Beside the state, what every worker looks at ten times a second: hosts that are held back, and those with limits of their own.
-CREATE TABLE host(host TEXT PRIMARY KEY, state BLOB NOT NULL, blocked_until REAL NOT NULL, slowed INTEGER NOT NULL, own INTEGER NOT NULL,
-  concurrency INTEGER) WITHOUT ROWID;
+-- Owner of a URL, the last success before the owner, and the event delayed to the window's end.
+-- A row is written once per fetch. The ledger row of the owner has its progress.
+CREATE TABLE claim(url_key BLOB PRIMARY KEY, owner TEXT NOT NULL, good TEXT, next TEXT,
+  at REAL NOT NULL) WITHOUT ROWID;
+-- Every worker reads the columns after the state ten times a second: blocked hosts, and hosts with
+-- their own limits.
+CREATE TABLE host(host TEXT PRIMARY KEY, state BLOB NOT NULL, blocked_until REAL NOT NULL,
+  slowed INTEGER NOT NULL, own INTEGER NOT NULL, concurrency INTEGER) WITHOUT ROWID;
 CREATE INDEX host_slowed ON host(slowed) WHERE slowed=1;
 CREATE INDEX host_own ON host(own) WHERE own=1;
--- Rules of ours that are not kept somewhere, and who said so, why, and from when to when. Written by sql_hosts.
-CREATE TABLE exception(n INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT NOT NULL, host TEXT NOT NULL, reason TEXT NOT NULL, who TEXT NOT NULL, at REAL NOT NULL,
-  ended REAL);
+-- Rules that are not obeyed at a host, with reason, operator, start and end. See `sql_hosts`.
+CREATE TABLE exception(n INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT NOT NULL, host TEXT NOT NULL,
+  reason TEXT NOT NULL, who TEXT NOT NULL, at REAL NOT NULL, ended REAL);
 CREATE UNIQUE INDEX exception_open ON exception(kind, host) WHERE ended IS NULL;
-CREATE TABLE robots(origin TEXT PRIMARY KEY, body BLOB, status INTEGER NOT NULL, until REAL NOT NULL) WITHOUT ROWID;
+CREATE TABLE robots(origin TEXT PRIMARY KEY, body BLOB, status INTEGER NOT NULL,
+  until REAL NOT NULL) WITHOUT ROWID;
 """
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(pace.HostState).decode
@@ -87,7 +90,8 @@ class SqlClaims(HostView):
         held = pace.held_until(state)
         own = state.rate is not None or state.burst is not None or state.concurrency is not None
         tx.execute(
-            "INSERT INTO host VALUES(?,?,?,?,?,?) ON CONFLICT(host) DO UPDATE SET state=excluded.state, blocked_until=excluded.blocked_until,"
+            "INSERT INTO host VALUES(?,?,?,?,?,?) ON CONFLICT(host) DO UPDATE"
+            " SET state=excluded.state, blocked_until=excluded.blocked_until,"
             " slowed=excluded.slowed, own=excluded.own, concurrency=excluded.concurrency",
             (
                 host,
@@ -124,7 +128,10 @@ class SqlClaims(HostView):
         )
 
     async def keep_robots(self, origin: str, body: bytes | None, status: int, until: float) -> None:
-        sql = "INSERT INTO robots VALUES(?,?,?,?) ON CONFLICT(origin) DO UPDATE SET body=excluded.body, status=excluded.status, until=excluded.until"
+        sql = (
+            "INSERT INTO robots VALUES(?,?,?,?) ON CONFLICT(origin) DO UPDATE"
+            " SET body=excluded.body, status=excluded.status, until=excluded.until"
+        )
         await self.db.write(
             lambda tx: tx.execute(sql, (origin, body, status, until)), durable=False
         )

@@ -52,7 +52,8 @@ class SqlHosts:
     def robots(self, host: str) -> Sequence[CachedRobots]:
         origins = [f"{scheme}://{host}" for scheme in ("https", "http")]
         rows = self._tx.execute(
-            "SELECT origin, status, until, body FROM robots WHERE origin IN (?,?) ORDER BY origin DESC",
+            "SELECT origin, status, until, body FROM robots WHERE origin IN (?,?)"
+            " ORDER BY origin DESC",
             origins,
         )
         return [
@@ -67,7 +68,10 @@ class SqlHosts:
         where = ["1=1"] if ended else ["ended IS NULL"]
         if hosts is not None:
             where.append(f"host IN ({','.join('?' * len(hosts))})")
-        sql = f"SELECT kind, host, reason, who, at, ended FROM exception WHERE {' AND '.join(where)} ORDER BY n DESC LIMIT ?"
+        sql = (
+            "SELECT kind, host, reason, who, at, ended FROM exception"
+            f" WHERE {' AND '.join(where)} ORDER BY n DESC LIMIT ?"
+        )
         return [Exempt(*row) for row in self._tx.execute(sql, (*(hosts or ()), limit))]
 
     def add_exception(

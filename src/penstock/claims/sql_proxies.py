@@ -15,11 +15,14 @@ from penstock.rules import proxies as rules
 from penstock.stores.sql import SqlStore, Tx
 
 SCHEMA = """
--- Only what had trouble: a proxy that always worked has no row. `failures` 0 tells other workers that it recovered; upkeep removes it later.
-CREATE TABLE proxy_health(proxy TEXT NOT NULL, host TEXT NOT NULL, label TEXT NOT NULL, failures INTEGER NOT NULL, until REAL NOT NULL, at REAL NOT NULL,
+-- A proxy that always worked has no row. `failures` 0 tells other workers that it recovered.
+-- Maintenance deletes such a row later.
+CREATE TABLE proxy_health(proxy TEXT NOT NULL, host TEXT NOT NULL, label TEXT NOT NULL,
+  failures INTEGER NOT NULL, until REAL NOT NULL, at REAL NOT NULL,
   reason TEXT NOT NULL, changed REAL NOT NULL, PRIMARY KEY(proxy, host)) WITHOUT ROWID;
 CREATE INDEX proxy_changed ON proxy_health(changed);
-CREATE TABLE proxy_list(pool TEXT PRIMARY KEY, at REAL NOT NULL, members INTEGER NOT NULL, error TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE proxy_list(pool TEXT PRIMARY KEY, at REAL NOT NULL, members INTEGER NOT NULL,
+  error TEXT NOT NULL) WITHOUT ROWID;
 """
 
 

@@ -34,7 +34,8 @@ def audit(tx: Tx, queue: QueueAudit, *, entered: int | None) -> Audit:
             ).get
         ),
         outbox=tx.execute(
-            "SELECT s.name, s.next-1-s.flushed, (SELECT count(*) FROM outbox o WHERE o.sink=s.id) FROM sink s"
+            "SELECT s.name, s.next-1-s.flushed, (SELECT count(*) FROM outbox o"
+            " WHERE o.sink=s.id) FROM sink s"
         ).fetchall(),
         future=(
             tx.execute(

@@ -21,7 +21,8 @@ class SqlCounters:
         """Return the number of events of a topic that are accepted and not ended, in O(1)."""
         return (
             self._tx.execute(
-                "SELECT coalesce(sum(n), 0) FROM counter WHERE topic=? AND name IN ('pending','delayed','in_flight','writing')",
+                "SELECT coalesce(sum(n), 0) FROM counter WHERE topic=?"
+                " AND name IN ('pending','delayed','in_flight','writing')",
                 (topic,),
             ).get
             or 0
@@ -31,7 +32,8 @@ class SqlCounters:
         """Return the sum of these counters over all topics."""
         return (
             self._tx.execute(
-                f"SELECT coalesce(sum(n), 0) FROM counter WHERE name IN ({','.join('?' * len(names))})",
+                "SELECT coalesce(sum(n), 0) FROM counter"
+                f" WHERE name IN ({','.join('?' * len(names))})",
                 names,
             ).get
             or 0
@@ -43,14 +45,16 @@ class SqlCounters:
 
     def record_ends(self, topic: str, ended: int, dead: int, now: float) -> None:
         self._tx.execute(
-            "INSERT INTO tally VALUES(?,?,?,?) ON CONFLICT(topic, bucket) DO UPDATE SET ended=tally.ended+excluded.ended, dead=tally.dead+excluded.dead",
+            "INSERT INTO tally VALUES(?,?,?,?) ON CONFLICT(topic, bucket) DO UPDATE"
+            " SET ended=tally.ended+excluded.ended, dead=tally.dead+excluded.dead",
             (topic, int(now / TALLY_SECONDS), ended, dead),
         )
 
     def recent_ends(self, topic: str, seconds: float, now: float) -> tuple[int, int]:
         """Return (ended, dead) events of the last `seconds`."""
         row = self._tx.execute(
-            "SELECT coalesce(sum(ended),0), coalesce(sum(dead),0) FROM tally WHERE topic=? AND bucket>?",
+            "SELECT coalesce(sum(ended),0), coalesce(sum(dead),0) FROM tally WHERE topic=?"
+            " AND bucket>?",
             (topic, int((now - seconds) / TALLY_SECONDS)),
         ).get
         return int(row[0]), int(row[1])

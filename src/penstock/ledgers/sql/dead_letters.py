@@ -108,7 +108,8 @@ class SqlDeadLetterReports:
         """
         where, bindings = _where(which)
         groups = self._tx.execute(
-            f"SELECT count(*), fingerprint, max(n), min(n) FROM dead WHERE {where} GROUP BY fingerprint ORDER BY 1 DESC, 3 DESC",
+            f"SELECT count(*), fingerprint, max(n), min(n) FROM dead WHERE {where}"
+            " GROUP BY fingerprint ORDER BY 1 DESC, 3 DESC",
             bindings,
         ).fetchall()
         return [
@@ -189,7 +190,8 @@ class SqlDeadLetters:
     def redrivable(self, event_id: str) -> tuple[int, bytes] | None:
         """Return (n, envelope) of a dead event, or None if it has no dead letter."""
         found: tuple[int, bytes] | None = self._tx.execute(
-            "SELECT e.n, d.envelope FROM dead d JOIN event e ON e.id=d.event WHERE d.event=? AND e.status='dead'",
+            "SELECT e.n, d.envelope FROM dead d JOIN event e ON e.id=d.event WHERE d.event=?"
+            " AND e.status='dead'",
             (event_id,),
         ).get
         return found

@@ -15,9 +15,15 @@ from penstock.model import Event
 from penstock.ports import DeadLetter, End, EventState, NewEvent, Start
 from penstock.stores.sql import Rows, Tx
 
-_FETCHED = "INSERT INTO fetched VALUES(?,?,?) ON CONFLICT(event) DO UPDATE SET page=excluded.page, meta=excluded.meta"
+_FETCHED = (
+    "INSERT INTO fetched VALUES(?,?,?) ON CONFLICT(event) DO UPDATE"
+    " SET page=excluded.page, meta=excluded.meta"
+)
 # `crashes` counts this start as crashed until it ends. A recorded end subtracts it again.
-_BEGIN = "UPDATE event SET status=?, starts=starts+1, crashes=crashes+1, fence=?, worker=?, dispatched_at=?, asked_at=coalesce(?, asked_at) WHERE n=?"
+_BEGIN = (
+    "UPDATE event SET status=?, starts=starts+1, crashes=crashes+1, fence=?, worker=?,"
+    " dispatched_at=?, asked_at=coalesce(?, asked_at) WHERE n=?"
+)
 _FENCE = "SELECT fence FROM event WHERE n=? AND status IN ('in_flight','writing')"
 _ENDED = "crashes=CASE WHEN crashes>0 THEN crashes-1 ELSE 0 END"
 # Condition: the fence belongs to the current start, which has not ended.

@@ -8,10 +8,15 @@ from collections.abc import Mapping
 from penstock.ports import End
 from penstock.stores.sql import Tx
 
-COUNT = "INSERT INTO counter VALUES(?,?,?) ON CONFLICT(topic, name) DO UPDATE SET n=counter.n+excluded.n"
+COUNT = (
+    "INSERT INTO counter VALUES(?,?,?) ON CONFLICT(topic, name) DO UPDATE"
+    " SET n=counter.n+excluded.n"
+)
 RECORD = (
-    "INSERT INTO history(event, at, status, worker, stage, class, reason) VALUES(?,?,?,?,?,?,?) ON CONFLICT(event, at, status)"
-    " DO UPDATE SET worker=excluded.worker, stage=excluded.stage, class=excluded.class, reason=excluded.reason"
+    "INSERT INTO history(event, at, status, worker, stage, class, reason)"
+    " VALUES(?,?,?,?,?,?,?) ON CONFLICT(event, at, status)"
+    " DO UPDATE SET worker=excluded.worker, stage=excluded.stage, class=excluded.class,"
+    " reason=excluded.reason"
 )
 
 

@@ -74,7 +74,8 @@ class SqlEventLookup:
         Return None if the event is not a success or has no page.
         """
         row = self._tx.execute(
-            "SELECT f.page, f.meta, e.extractors FROM event e JOIN fetched f ON f.event=e.n WHERE e.id=? AND e.status='success'",
+            "SELECT f.page, f.meta, e.extractors FROM event e JOIN fetched f ON f.event=e.n"
+            " WHERE e.id=? AND e.status='success'",
             (event_id,),
         ).get
         if row is None:
@@ -117,7 +118,8 @@ class SqlEventLookup:
         ).get
         return dict(
             self._tx.execute(
-                "SELECT class, count(*) FROM history WHERE event=? AND at>? AND status='delayed' AND class<>'' GROUP BY class",
+                "SELECT class, count(*) FROM history WHERE event=? AND at>?"
+                " AND status='delayed' AND class<>'' GROUP BY class",
                 (n, since),
             )
         )

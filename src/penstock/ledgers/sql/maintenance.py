@@ -54,7 +54,8 @@ class SqlEventMaintenance:
         delta: Counter[tuple[str, str]] = Counter()
         for id_ in ids:
             row = self._tx.execute(
-                "UPDATE event SET status='pending', fence=fence+1 WHERE id=? AND worker=? AND status='in_flight' RETURNING n, topic",
+                "UPDATE event SET status='pending', fence=fence+1 WHERE id=? AND worker=?"
+                " AND status='in_flight' RETURNING n, topic",
                 (id_, worker),
             ).get
             if row is not None:
@@ -71,7 +72,8 @@ class SqlEventMaintenance:
         Their messages may be lost. Reads all events.
         """
         return self._tx.execute(
-            "SELECT e.n, e.id, v.body FROM event e JOIN envelope v ON v.event=e.n WHERE e.status IN ('pending','in_flight','writing')"
+            "SELECT e.n, e.id, v.body FROM event e JOIN envelope v ON v.event=e.n"
+            " WHERE e.status IN ('pending','in_flight','writing')"
             " AND (SELECT max(h.at) FROM history h WHERE h.event=e.n)<? ORDER BY e.n LIMIT ?",
             (int(before * 1e6), limit),
         ).fetchall()
@@ -117,7 +119,8 @@ class SqlEventMaintenance:
         """
         wanted = ",".join("?" * len(reasons))
         return self._tx.execute(
-            f"SELECT n, position FROM event WHERE status='delayed' AND host=? AND reason IN ({wanted})",
+            "SELECT n, position FROM event WHERE status='delayed' AND host=?"
+            f" AND reason IN ({wanted})",
             (host, *reasons),
         ).fetchall()
 
@@ -138,7 +141,8 @@ class SqlEventMaintenance:
         # Each call reads `limit` rows, and the next call continues after them. So old rows that
         # must stay do not block the rest of the table.
         stretch = self._tx.execute(
-            "SELECT n, status, finished_at, accepted_at, url_key, id FROM event WHERE n>? ORDER BY n LIMIT ?",
+            "SELECT n, status, finished_at, accepted_at, url_key, id FROM event WHERE n>?"
+            " ORDER BY n LIMIT ?",
             (self._ledger.pruned, limit),
         ).fetchall()
         self._ledger.pruned = (
@@ -159,7 +163,8 @@ class SqlEventMaintenance:
             (int((self._ledger.clock.now() - 3600) / TALLY_SECONDS),),
         )
         self._tx.execute(
-            "DELETE FROM seen WHERE (trace, url_key) IN (SELECT trace, url_key FROM seen WHERE at<? LIMIT ?)",
+            "DELETE FROM seen WHERE (trace, url_key) IN (SELECT trace, url_key FROM seen"
+            " WHERE at<? LIMIT ?)",
             (before, limit),
         )
         return len(rows)

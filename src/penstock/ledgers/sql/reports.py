@@ -100,7 +100,8 @@ class SqlReports(SqlDeadLetterReports):
         found: dict[str, tuple[int, float]] = {}
         seen = 0
         for reason, at in self._tx.execute(
-            "SELECT reason, not_before FROM event WHERE status='delayed' ORDER BY not_before LIMIT ?",
+            "SELECT reason, not_before FROM event WHERE status='delayed'"
+            " ORDER BY not_before LIMIT ?",
             (SAMPLE,),
         ):
             seen += 1
@@ -171,7 +172,8 @@ class SqlReports(SqlDeadLetterReports):
 
     def history(self, n: int) -> list[Step]:
         rows = self._tx.execute(
-            "SELECT at, status, worker, stage, class, reason FROM history WHERE event=? ORDER BY at LIMIT ?",
+            "SELECT at, status, worker, stage, class, reason FROM history WHERE event=?"
+            " ORDER BY at LIMIT ?",
             (n, SAMPLE),
         )
         return [
@@ -260,7 +262,8 @@ class SqlReports(SqlDeadLetterReports):
     def page_of_url(self, key: bytes, sizes: Sizes) -> str | None:
         """Return the newest page of a URL that is still stored."""
         found = self._tx.execute(
-            "SELECT f.page FROM event e JOIN fetched f ON f.event=e.n WHERE e.url_key=? ORDER BY e.n DESC LIMIT 100",
+            "SELECT f.page FROM event e JOIN fetched f ON f.event=e.n WHERE e.url_key=?"
+            " ORDER BY e.n DESC LIMIT 100",
             (key,),
         ).fetchall()
         pages = [str(page) for (page,) in found]
@@ -270,7 +273,8 @@ class SqlReports(SqlDeadLetterReports):
     def event_of_page(self, page: str) -> EventRow | None:
         """Return the newest event that fetched this page, among the newest `SCAN` events."""
         found = self._rows(
-            "WHERE e.n=(SELECT max(event) FROM fetched WHERE page=? AND event>(SELECT max(event) FROM fetched)-?)",
+            "WHERE e.n=(SELECT max(event) FROM fetched WHERE page=?"
+            " AND event>(SELECT max(event) FROM fetched)-?)",
             (page, SCAN),
         )
         return found[0] if found else None
@@ -285,7 +289,10 @@ class SqlReports(SqlDeadLetterReports):
         """
         condition, bindings = ("", ()) if host is None else ("WHERE e.host=?", (host,))
         stretch = "SELECT event, page, meta FROM fetched WHERE event<? ORDER BY event DESC LIMIT ?"
-        query = f"SELECT {_COLUMNS} FROM ({stretch}) AS f JOIN event e ON e.n=f.event LEFT JOIN envelope v ON v.event=e.n {condition} ORDER BY f.event DESC"
+        query = (
+            f"SELECT {_COLUMNS} FROM ({stretch}) AS f JOIN event e ON e.n=f.event LEFT"
+            f" JOIN envelope v ON v.event=e.n {condition} ORDER BY f.event DESC"
+        )
         seen: set[str] = set()
         before = 2**62
         for _ in range(SCAN // STRETCH):
