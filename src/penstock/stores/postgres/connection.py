@@ -240,9 +240,6 @@ class Wire:
     def last_insert_rowid(self) -> int:
         return int(self.execute("SELECT lastval()").get)
 
-    def cursor(self) -> Any:
-        raise NotImplementedError("only SQLite has cursors: iterate over the result of execute")
-
     def rows(self, result: pq.abc.PGresult, n: int) -> list[Any]:
         self._loader.set_pgresult(result)
         return self._loader.load_rows(0, n, tuple)
