@@ -1,4 +1,4 @@
-"""Claims on URLs, slots of hosts and robots.txt bodies, in SQL. The decisions are in rules/."""
+"""Claims on URLs, state of hosts and robots.txt bodies, in SQL. The decisions are in rules/."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from penstock.claims.views import HostView, usual_limits
-from penstock.ports import ClaimChange, Clock, Holder
+from penstock.ports import CachedRobots, ClaimChange, Clock, Exempt, Holder
 from penstock.rules import pace
 from penstock.stores.context import Context
 from penstock.stores.sql import SqlStore, Tx
@@ -24,7 +24,7 @@ CREATE TABLE host(host TEXT PRIMARY KEY, state BLOB NOT NULL, blocked_until REAL
   slowed INTEGER NOT NULL, own INTEGER NOT NULL, concurrency INTEGER) WITHOUT ROWID;
 CREATE INDEX host_slowed ON host(slowed) WHERE slowed=1;
 CREATE INDEX host_own ON host(own) WHERE own=1;
--- Rules that are not obeyed at a host, with reason, operator, start and end. See `sql_hosts`.
+-- Rules that are not obeyed at a host, with reason, operator, start and end.
 CREATE TABLE exception(n INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT NOT NULL, host TEXT NOT NULL,
   reason TEXT NOT NULL, who TEXT NOT NULL, at REAL NOT NULL, ended REAL);
 CREATE UNIQUE INDEX exception_open ON exception(kind, host) WHERE ended IS NULL;
@@ -50,57 +50,14 @@ class SqlClaims(HostView):
         self, wants: Mapping[str, int], *, within: float | None = None
     ) -> Mapping[str, Sequence[float]]:
         return await self.db.write(
-            lambda tx: self.reserve_in(tx, wants, within=within), durable=False
+            lambda tx: SqlHosts(tx, self).reserve(wants, within), durable=False
         )
-
-    def reserve_in(
-        self, tx: Tx, wants: Mapping[str, int], *, within: float | None = None
-    ) -> dict[str, Sequence[float]]:
-        now = self.clock.now()
-        slots: dict[str, Sequence[float]] = {}
-        known = dict(
-            tx.executemany(
-                "SELECT host, state FROM host WHERE host=?", [(host,) for host in wants]
-            ).fetchall()
-        )
-        for host, n in wants.items():
-            state = _decode(known[host]) if host in known else pace.HostState()
-            after, slots[host] = self._reserve(host, state, n, now, within)
-            if after != state:
-                self.keep_in(tx, host, after)
-        return slots
 
     async def _change_state(
         self, host: str, decide: Callable[[pace.HostState], pace.HostState]
     ) -> pace.HostState:
-        def work(tx: Tx) -> pace.HostState:
-            before = self.state_in(tx, host)
-            after = decide(before)
-            if after is not before:
-                self.keep_in(tx, host, after)
-            return after
-
-        return await self.db.write(work, durable=False)
-
-    def state_in(self, tx: Tx, host: str) -> pace.HostState:
-        raw = tx.execute("SELECT state FROM host WHERE host=?", (host,)).get
-        return pace.HostState() if raw is None else _decode(raw)
-
-    def keep_in(self, tx: Tx, host: str, state: pace.HostState) -> None:
-        held = pace.held_until(state)
-        own = state.rate is not None or state.burst is not None or state.concurrency is not None
-        tx.execute(
-            "INSERT INTO host VALUES(?,?,?,?,?,?) ON CONFLICT(host) DO UPDATE"
-            " SET state=excluded.state, blocked_until=excluded.blocked_until,"
-            " slowed=excluded.slowed, own=excluded.own, concurrency=excluded.concurrency",
-            (
-                host,
-                _encode(state),
-                held,
-                int(state.penalty > 1 or held > self.clock.now()),
-                int(own),
-                state.concurrency,
-            ),
+        return await self.db.write(
+            lambda tx: SqlHosts(tx, self).change(host, decide), durable=False
         )
 
     async def refresh(self) -> None:
@@ -114,7 +71,7 @@ class SqlClaims(HostView):
         told = [host for host, until in self._slowed.items() if until > before.get(host, 0.0)]
         if told:
             for host, since in await self.db.read(
-                lambda tx: [(name, self.state_in(tx, name).slower_since) for name in told]
+                lambda tx: [(name, SqlHosts(tx, self).state(name).slower_since) for name in told]
             ):
                 self._void(host, since)
 
@@ -207,6 +164,120 @@ class SqlClaimTable:
             )
         self._tx.execute("DELETE FROM exception WHERE ended<?", (before,))
         self._claims.pruned = part[-1][0] if part else b""
+
+
+class SqlHosts:
+    """Hosts inside one transaction.
+
+    Workers read a cached view of the same table in `SqlClaims`.
+    """
+
+    def __init__(self, tx: Tx, claims: SqlClaims) -> None:
+        self._tx, self._claims = tx, claims
+
+    def reserve(
+        self, wants: Mapping[str, int], within: float | None
+    ) -> Mapping[str, Sequence[float]]:
+        now = self._claims.clock.now()
+        slots: dict[str, Sequence[float]] = {}
+        known = dict(
+            self._tx.executemany(
+                "SELECT host, state FROM host WHERE host=?", [(host,) for host in wants]
+            ).fetchall()
+        )
+        for host, n in wants.items():
+            state = _decode(known[host]) if host in known else pace.HostState()
+            after, slots[host] = self._claims.next_slots(host, state, n, now, within)
+            if after != state:
+                self._keep(host, after)
+        return slots
+
+    # -- states ------------------------------------------------------------------------------------
+
+    def state(self, host: str) -> pace.HostState:
+        raw = self._tx.execute("SELECT state FROM host WHERE host=?", (host,)).get
+        return pace.HostState() if raw is None else _decode(raw)
+
+    def change(
+        self, host: str, change: Callable[[pace.HostState], pace.HostState]
+    ) -> pace.HostState:
+        """As HostTable.change. If `change` returns its argument, the state is not written."""
+        before = self.state(host)
+        after = change(before)
+        if after is not before:
+            self._keep(host, after)
+        return after
+
+    def _keep(self, host: str, state: pace.HostState) -> None:
+        held = pace.held_until(state)
+        own = state.rate is not None or state.burst is not None or state.concurrency is not None
+        self._tx.execute(
+            "INSERT INTO host VALUES(?,?,?,?,?,?) ON CONFLICT(host) DO UPDATE"
+            " SET state=excluded.state, blocked_until=excluded.blocked_until,"
+            " slowed=excluded.slowed, own=excluded.own, concurrency=excluded.concurrency",
+            (
+                host,
+                _encode(state),
+                held,
+                int(state.penalty > 1 or held > self._claims.clock.now()),
+                int(own),
+                state.concurrency,
+            ),
+        )
+
+    def list(self, limit: int) -> dict[str, pace.HostState]:
+        """Return hosts with a state. Blocked hosts and hosts with own limits come first."""
+        found: dict[str, pace.HostState] = {}
+        for where in ("slowed=1", "own=1", "1=1"):
+            if len(found) < limit:
+                rows = self._tx.execute(
+                    f"SELECT host, state FROM host WHERE {where} ORDER BY host LIMIT ?", (limit,)
+                )
+                found |= {host: _decode(raw) for host, raw in rows if host not in found}
+        return dict([*found.items()][:limit])
+
+    def robots(self, host: str) -> Sequence[CachedRobots]:
+        origins = [f"{scheme}://{host}" for scheme in ("https", "http")]
+        rows = self._tx.execute(
+            "SELECT origin, status, until, body FROM robots WHERE origin IN (?,?)"
+            " ORDER BY origin DESC",
+            origins,
+        )
+        return [
+            CachedRobots(origin, status, until, body or b"") for origin, status, until, body in rows
+        ]
+
+    # -- exceptions --------------------------------------------------------------------------------
+
+    def exceptions(
+        self, hosts: Sequence[str] | None = None, *, ended: bool = False, limit: int = 1000
+    ) -> Sequence[Exempt]:
+        where = ["1=1"] if ended else ["ended IS NULL"]
+        if hosts is not None:
+            where.append(f"host IN ({','.join('?' * len(hosts))})")
+        sql = (
+            "SELECT kind, host, reason, who, at, ended FROM exception"
+            f" WHERE {' AND '.join(where)} ORDER BY n DESC LIMIT ?"
+        )
+        return [Exempt(*row) for row in self._tx.execute(sql, (*(hosts or ()), limit))]
+
+    def add_exception(
+        self, kind: str, host: str, reason: str, who: str, *, once: bool = False
+    ) -> None:
+        now = self._claims.clock.now()
+        if not once:
+            self.end_exception(kind, host)
+        self._tx.execute(
+            "INSERT INTO exception(kind, host, reason, who, at, ended) VALUES(?,?,?,?,?,?)",
+            (kind, host, reason, who, now, now if once else None),
+        )
+
+    def end_exception(self, kind: str, host: str) -> bool:
+        self._tx.execute(
+            "UPDATE exception SET ended=? WHERE kind=? AND host=? AND ended IS NULL",
+            (self._claims.clock.now(), kind, host),
+        )
+        return self._tx.changes() > 0
 
 
 def open_claims(url: str, context: Context) -> SqlClaims:

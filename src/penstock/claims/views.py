@@ -50,7 +50,7 @@ class HostView:
         """
         raise NotImplementedError
 
-    def _reserve(
+    def next_slots(
         self, host: str, state: pace.HostState, n: int, now: float, within: float | None
     ) -> tuple[pace.HostState, Sequence[float]]:
         """Return the state after `n` reservations and their slots. Cache the host's interval."""

@@ -7,8 +7,7 @@ from typing import Protocol
 
 from penstock.brokers.sql import BoundSqlQueue, SqlQueue
 from penstock.claims.external import NoClaimTable
-from penstock.claims.sql import SqlClaims, SqlClaimTable
-from penstock.claims.sql_hosts import SqlHosts
+from penstock.claims.sql import SqlClaims, SqlClaimTable, SqlHosts
 from penstock.claims.sql_proxies import SqlProxies
 from penstock.engine.admission import Admission
 from penstock.engine.claim_session import Claims, PrefetchedClaims, SharedClaims

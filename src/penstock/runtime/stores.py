@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.brokers.sql import SqlQueue
-from penstock.claims.sql import SqlClaims
-from penstock.claims.sql_hosts import SqlHosts
+from penstock.claims.sql import SqlClaims, SqlHosts
 from penstock.claims.sql_proxies import SqlProxies
 from penstock.clock import SystemClock
 from penstock.config.schema import Config

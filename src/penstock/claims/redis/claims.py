@@ -124,7 +124,7 @@ class RedisClaims(HostView):
         slots: dict[str, Sequence[float]] = {}
 
         def change(host: str, state: pace.HostState) -> pace.HostState:
-            after, slots[host] = self._reserve(host, state, wants[host], self._now(), within)
+            after, slots[host] = self.next_slots(host, state, wants[host], self._now(), within)
             return after
 
         await self._change(list(wants), change)
