@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from penstock.ledgers.sql.history import count
-from penstock.ledgers.sql.ledger import SqlLedger
-from penstock.stores.sql import Tx
+from penstock.ledgers.sql.ledger import LedgerTable
 
 TALLY_SECONDS = 5  # seconds of recent ends in one bucket
 
 
-class SqlCounters:
+class SqlCounters(LedgerTable):
     """Counters. Reading them takes the same time for any number of events."""
-
-    def __init__(self, tx: Tx, ledger: SqlLedger) -> None:
-        self._tx, self._ledger = tx, ledger
 
     def pending(self, topic: str) -> int:
         """Return the number of events of a topic that are accepted and not ended, in O(1)."""
@@ -60,7 +55,7 @@ class SqlCounters:
         return int(row[0]), int(row[1])
 
     def add(self, topic: str, deltas: Mapping[str, int]) -> None:
-        count(self._tx, topic, deltas)
+        self._count(topic, deltas)
 
     def reset_ends(self, topic: str) -> None:
         self._tx.execute("DELETE FROM tally WHERE topic=?", (topic,))

@@ -9,7 +9,7 @@ import msgspec
 
 from penstock.ports import DeadLetter
 from penstock.ports.reports import Cause, Filter, Letter
-from penstock.stores.sql import Tx
+from penstock.stores.sql import SqlTable
 
 CAUSES = 200  # maximum number of distinct causes that `status` reads
 COUNTED = 10_000  # maximum number of dead letters of one cause that `status` counts
@@ -41,11 +41,8 @@ _LETTER = (
 _LETTER_FIELDS = tuple(f.name for f in msgspec.structs.fields(Letter))
 
 
-class SqlDeadLetterReports:
+class SqlDeadLetterReports(SqlTable):
     """Reports about dead letters, inside one transaction."""
-
-    def __init__(self, tx: Tx) -> None:
-        self._tx = tx
 
     def causes(self, *, most: int = 5) -> list[Cause]:
         """Return the causes with the most dead letters, among the first `CAUSES` fingerprints.
@@ -156,11 +153,8 @@ class SqlDeadLetterReports:
         ]
 
 
-class SqlDeadLetters:
+class SqlDeadLetters(SqlTable):
     """Dead letters of the ledger."""
-
-    def __init__(self, tx: Tx) -> None:
-        self._tx = tx
 
     def put(self, letter: DeadLetter, now: float) -> None:
         """Store a dead letter. It replaces an older one of the same event, under a new number."""

@@ -9,8 +9,7 @@ from typing import Literal
 import msgspec
 
 from penstock.ledgers.sql.dead_letters import SqlDeadLetters
-from penstock.ledgers.sql.history import count, count_all, record
-from penstock.ledgers.sql.ledger import SqlLedger
+from penstock.ledgers.sql.ledger import LedgerTable, SqlLedger
 from penstock.model import Event
 from penstock.ports import DeadLetter, End, EventState, NewEvent, Start
 from penstock.stores.sql import Rows, Tx
@@ -32,11 +31,11 @@ OPEN = frozenset({"pending", "delayed", "in_flight", "writing"})
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class SqlEvents:
+class SqlEvents(LedgerTable):
     """Transitions of events. `engine.lifecycle` decides which follows which."""
 
     def __init__(self, tx: Tx, ledger: SqlLedger) -> None:
-        self._tx, self._ledger = tx, ledger
+        super().__init__(tx, ledger)
         self._fences: dict[int, Rows] = {}  # row -> answer of `prefetch_fences`
 
     def enter(self, rows: Sequence[NewEvent], now: float) -> None:
@@ -69,7 +68,7 @@ class SqlEvents:
             [(n, at) for (n,) in numbers],
         )
         for topic, n in Counter(row.event.topic for row in rows).items():
-            count(self._tx, topic, {"pending": n})
+            self._count(topic, {"pending": n})
 
     def begin(
         self, starts: Sequence[Start], worker: str, now: float, *, writing: bool
@@ -118,7 +117,7 @@ class SqlEvents:
         self._ledger.record_all(self._tx, begun, now, status, worker, None, None)
         for (topic, _), n in list(delta.items()):
             delta[topic, status] -= n
-        count_all(self._tx, delta)
+        self._count_all(delta)
         return fences
 
     def succeed(self, ends: Sequence[End], now: float) -> list[End]:
@@ -211,8 +210,8 @@ class SqlEvents:
             " WHERE n=?",
             (of, now, reason, was.n),
         )
-        record(self._tx, was.n, now, "duplicate", reason=reason)
-        count(self._tx, event.topic, {was.status: -1, "duplicate": 1})
+        self._record(was.n, now, "duplicate", reason=reason)
+        self._count(event.topic, {was.status: -1, "duplicate": 1})
 
     def delay(self, event: Event, was: EventState, until: float, reason: str, now: float) -> None:
         """Delay an event that was not started."""
@@ -220,9 +219,9 @@ class SqlEvents:
             "UPDATE event SET status='delayed', not_before=?, reason=? WHERE n=?",
             (until, reason, was.n),
         )
-        record(self._tx, was.n, now, "delayed", reason=reason)
+        self._record(was.n, now, "delayed", reason=reason)
         if was.status != "delayed":  # a second delay was counted at the first
-            count(self._tx, event.topic, {was.status: -1, "delayed": 1})
+            self._count(event.topic, {was.status: -1, "delayed": 1})
 
     def reopen(
         self,
@@ -247,8 +246,8 @@ class SqlEvents:
         self._tx.execute("UPDATE envelope SET body=? WHERE event=?", (envelope, n))
         for table in ("fetched", "needed"):  # the event is fetched again
             self._tx.execute(f"DELETE FROM {table} WHERE event=?", (n,))
-        record(self._tx, n, now, "pending", reason=reason)
-        count(self._tx, event.topic, {was: -1, "pending": 1})
+        self._record(n, now, "pending", reason=reason)
+        self._count(event.topic, {was: -1, "pending": 1})
 
     def set_position(self, n: int, position: int) -> None:
         """Record the position of an event's message at an external broker."""
@@ -272,5 +271,5 @@ class SqlEvents:
                 " ON CONFLICT(event) DO UPDATE SET page=excluded.page",
                 (end.row, end.meta.page),
             )
-        record(self._tx, end.row, now, status, end=end)
+        self._record(end.row, now, status, end=end)
         return True

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
-from penstock.ledgers.sql.history import RECORD
-from penstock.ports import Clock
+from penstock.ports import Clock, End
 from penstock.rules.identity import DEFAULT_TRACKING, url_key
-from penstock.stores.sql import SqlStore, Tx
+from penstock.stores.sql import SqlStore, SqlTable, Tx
 
 SCHEMA = """
 CREATE TABLE event(n INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE,
@@ -52,6 +52,16 @@ CREATE TABLE history(event INTEGER NOT NULL, at INTEGER NOT NULL, status TEXT NO
   worker TEXT, stage TEXT, class TEXT, reason TEXT,
   PRIMARY KEY(event, at, status)) WITHOUT ROWID;
 """
+COUNT = (
+    "INSERT INTO counter VALUES(?,?,?) ON CONFLICT(topic, name) DO UPDATE"
+    " SET n=counter.n+excluded.n"
+)
+RECORD = (
+    "INSERT INTO history(event, at, status, worker, stage, class, reason)"
+    " VALUES(?,?,?,?,?,?,?) ON CONFLICT(event, at, status)"
+    " DO UPDATE SET worker=excluded.worker, stage=excluded.stage, class=excluded.class,"
+    " reason=excluded.reason"
+)
 STATE = "e.id, e.n, e.status, e.attempts, e.starts, e.crashes, e.accepted_at, e.not_before, e.fence"
 
 
@@ -104,3 +114,35 @@ class SqlLedger:
                 "SELECT coalesce((SELECT seq FROM sqlite_sequence WHERE name='event'), 0)"
             ).get
         )
+
+
+class LedgerTable(SqlTable):
+    """Base of the ledger's tables that need its state, or write history and counters."""
+
+    def __init__(self, tx: Tx, ledger: SqlLedger) -> None:
+        super().__init__(tx)
+        self._ledger = ledger
+
+    def _count(self, topic: str, deltas: Mapping[str, int]) -> None:
+        """Add to the counters of one topic."""
+        self._tx.executemany(COUNT, [(topic, str(name), d) for name, d in deltas.items() if d])
+
+    def _count_all(self, deltas: Counter[tuple[str, str]]) -> None:
+        """Add to counters by (topic, name)."""
+        self._tx.executemany(COUNT, [(*k, d) for k, d in deltas.items() if d])
+
+    def _record(
+        self,
+        n: int,
+        now: float,
+        status: str,
+        *,
+        reason: str | None = None,
+        worker: str | None = None,
+        end: End | None = None,
+    ) -> None:
+        """Add a line to an event's history, from `end` if it is given."""
+        stage = error_class = None
+        if end is not None:
+            stage, error_class, reason = end.stage, end.error_class or None, end.reason
+        self._tx.execute(RECORD, (n, int(now * 1e6), status, worker, stage, error_class, reason))

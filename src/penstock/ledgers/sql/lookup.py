@@ -6,19 +6,15 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock.ledgers.sql.ledger import SqlLedger
+from penstock.ledgers.sql.ledger import LedgerTable
 from penstock.ports import Baseline, EventState, PageMeta
 from penstock.rules.freshness import Claim
-from penstock.stores.sql import Tx
 
 decode_meta = msgspec.msgpack.Decoder(PageMeta).decode
 
 
-class SqlEventLookup:
+class SqlEventLookup(LedgerTable):
     """Reads of events for decisions, inside one transaction."""
-
-    def __init__(self, tx: Tx, ledger: SqlLedger) -> None:
-        self._tx, self._ledger = tx, ledger
 
     def known(self, event_ids: Sequence[str]) -> set[str]:
         """Return those ids that were accepted before."""

@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from penstock.ledgers.sql.counters import TALLY_SECONDS
 from penstock.ledgers.sql.dead_letters import SqlDeadLetters
-from penstock.ledgers.sql.history import count, count_all, record
-from penstock.ledgers.sql.ledger import SqlLedger
+from penstock.ledgers.sql.ledger import LedgerTable
 from penstock.ports import DeadLetter, StoredEvent
-from penstock.stores.sql import Tx
 
 _STORED = (
     "SELECT e.n, e.id, e.topic, e.status, e.url, e.host, v.body"
@@ -18,11 +16,8 @@ _STORED = (
 )
 
 
-class SqlEventMaintenance:
+class SqlEventMaintenance(LedgerTable):
     """Periodic work on events, and operators' changes."""
-
-    def __init__(self, tx: Tx, ledger: SqlLedger) -> None:
-        self._tx, self._ledger = tx, ledger
 
     def has_due(self, now: float) -> bool:
         """Return True if an event is due and the ledger still records it as delayed."""
@@ -41,10 +36,10 @@ class SqlEventMaintenance:
         delta: Counter[tuple[str, str]] = Counter()
         for n, topic in rows:
             self._tx.execute("UPDATE event SET status='pending' WHERE n=?", (n,))
-            record(self._tx, n, now, "pending", reason="its time has come")
+            self._record(n, now, "pending", reason="its time has come")
             delta[topic, "delayed"] -= 1
             delta[topic, "pending"] += 1
-        count_all(self._tx, delta)
+        self._count_all(delta)
 
     def requeue_from(self, worker: str, ids: Sequence[str], now: float) -> int:
         """Record events of an ended worker as pending. Return how many were in flight.
@@ -60,10 +55,10 @@ class SqlEventMaintenance:
             ).get
             if row is not None:
                 n, topic = row
-                record(self._tx, n, now, "pending", reason="worker gone", worker=worker)
+                self._record(n, now, "pending", reason="worker gone", worker=worker)
                 delta[topic, "in_flight"] -= 1
                 delta[topic, "pending"] += 1
-        count_all(self._tx, delta)
+        self._count_all(delta)
         return -sum(d for (_, status), d in delta.items() if status == "in_flight")
 
     def stalled(self, before: float, limit: int) -> list[tuple[int, str, bytes]]:
@@ -80,7 +75,7 @@ class SqlEventMaintenance:
 
     def note(self, n: int, status: str, reason: str, now: float) -> None:
         """Add a line to an event's history, without a change of status."""
-        record(self._tx, n, now, status, reason=reason)
+        self._record(n, now, status, reason=reason)
 
     def waiting_on(self, topic: str, limit: int) -> list[StoredEvent]:
         """Return open events whose next message is on this topic. Reads all events."""
@@ -108,9 +103,9 @@ class SqlEventMaintenance:
             "UPDATE event SET status='dead', finished_at=?, reason=? WHERE n=?",
             (now, letter.reason, event.n),
         )
-        record(self._tx, event.n, now, "dead", reason=letter.reason)
+        self._record(event.n, now, "dead", reason=letter.reason)
         SqlDeadLetters(self._tx).put(letter, now)
-        count(self._tx, event.topic, {event.status: -1, "dead": 1})
+        self._count(event.topic, {event.status: -1, "dead": 1})
 
     def parked(self, host: str, reasons: Sequence[str]) -> list[tuple[int, int]]:
         """Return (number, position) of a host's delayed events with one of these reasons.

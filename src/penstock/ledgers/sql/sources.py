@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Unpack
 
 from penstock.ports import SourceNote, SourceState
-from penstock.stores.sql import SqlStore, Tx
+from penstock.stores.sql import SqlStore, SqlTable
 
 SCHEMA = """
 CREATE TABLE source(name TEXT PRIMARY KEY, url TEXT NOT NULL, paused TEXT,
@@ -21,11 +21,8 @@ _COLUMNS = (
 )
 
 
-class SqlSources:
+class SqlSources(SqlTable):
     """State and cursors of sources."""
-
-    def __init__(self, tx: Tx) -> None:
-        self._tx = tx
 
     @staticmethod
     def create(db: SqlStore) -> None:
