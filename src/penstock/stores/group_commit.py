@@ -73,6 +73,29 @@ class GroupCommitStore:
             await asyncio.shield(job.future)
         return job.outcome()
 
+    def run_jobs(
+        self, tx: Tx, group: Sequence[Job[Any]], outages: tuple[type[Exception], ...]
+    ) -> None:
+        """Run the jobs in one transaction. Raises outages, which fail the whole group.
+
+        A job that raises another error is rolled back alone. If it is the only job, the transaction
+        has then ended.
+        """
+        alone = len(group) == 1
+        for job in group:
+            if not alone:
+                tx.execute("SAVEPOINT job")
+            try:
+                job.result, job.error = job.work(tx), None
+            except outages:
+                raise
+            except BaseException as e:
+                job.error = e
+                self.rollbacks += 1
+                tx.execute("ROLLBACK" if alone else "ROLLBACK TO job").fetchall()
+            if not alone:
+                tx.execute("RELEASE job")
+
     def _refuse_if_closed(self) -> None:
         if self._closed:
             raise StoreUnavailable(

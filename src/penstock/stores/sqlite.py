@@ -301,25 +301,10 @@ class Database(GroupCommitStore):
         return True
 
     def _run(self, group: Sequence[Job[Any]]) -> None:
-        """Run the jobs. A failing job is rolled back alone."""
-        c = self._writer
-        alone = len(group) == 1
+        if group[0].error is not None:
+            return  # BEGIN failed, so all jobs have failed
         try:
-            for job in group:
-                if job.error is not None:
-                    return  # BEGIN failed, so all jobs have failed
-                if not alone:
-                    c.execute("SAVEPOINT job")
-                try:
-                    job.result = job.work(cast(Tx, c))
-                except OUTAGE:
-                    raise
-                except BaseException as e:
-                    job.error = e
-                    self.rollbacks += 1
-                    c.execute("ROLLBACK" if alone else "ROLLBACK TO job")
-                if not alone:
-                    c.execute("RELEASE job")
+            self.run_jobs(cast(Tx, self._writer), group, OUTAGE)
         except BaseException as e:
             self._fail(group, e)
 

@@ -141,13 +141,6 @@ class PendingResults:
     def fetchall(self) -> list[Any]:
         return [row for answer in self._all for row in answer.fetchall()]
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.fetchall())
-
-    @property
-    def get(self) -> Any:
-        return next((answer.get for answer in self._all if answer.fetchall()), None)
-
 
 class Wire:
     """Implements stores.sql.Tx. Used by one thread at a time.

@@ -71,6 +71,7 @@ class PostgresStore(GroupCommitStore):
     """
 
     pipelined = True
+    file: Path | None = None  # the store has no file on this machine
 
     def __init__(
         self, url: str, *, namespace: str, durability: str = "full", inline: bool = False
@@ -203,11 +204,6 @@ class PostgresStore(GroupCommitStore):
             return self.read_now(work)
         self._refuse_if_closed()
         return await asyncio.get_running_loop().run_in_executor(self._reads, self.read_now, work)
-
-    @property
-    def file(self) -> Path | None:
-        """Always None, because the store has no file on this machine."""
-        return None
 
     def moment(self, work: Callable[[Tx], T]) -> T:
         """As SqlStore.moment."""
@@ -376,32 +372,9 @@ class _Writer:
         wire.execute("SET LOCAL synchronous_commit TO off")
         if self.locked:
             wire.execute("SELECT pg_advisory_xact_lock(?, ?)", (LOCK_SPACE, self.store.key))
-        if self._run(wire, group):
+        self.store.run_jobs(wire, group, (psycopg.Error,))
+        if len(group) > 1 or group[0].error is None:
             self._commit(wire, group)
-
-    def _run(self, wire: Wire, group: Sequence[Job[Any]]) -> bool:
-        """Run the jobs. A job that raises is rolled back alone.
-
-        Return False if the transaction has ended, because its only job was rolled back.
-        """
-        for job in group:
-            if len(group) > 1:
-                wire.execute("SAVEPOINT job")
-            try:
-                job.result, job.error = job.work(wire), None
-            except psycopg.Error:
-                raise
-            except BaseException as e:
-                job.error = e
-                self.store.rollbacks += 1
-                wire.sync()
-                wire.execute("ROLLBACK" if len(group) == 1 else "ROLLBACK TO SAVEPOINT job")
-            if len(group) > 1:
-                wire.execute("RELEASE SAVEPOINT job")
-        wire_idle = len(group) == 1 and group[0].error is not None
-        if wire_idle:
-            wire.sync()
-        return not wire_idle
 
     def _commit(self, wire: Wire, group: Sequence[Job[Any]]) -> None:
         if self.before_commit:
