@@ -7,8 +7,7 @@ from typing import Protocol
 
 from penstock.brokers.sql import BoundSqlQueue, SqlQueue
 from penstock.claims.external import NoClaimTable
-from penstock.claims.sql import SqlClaims, SqlClaimTable
-from penstock.claims.sql_hosts import SqlHosts
+from penstock.claims.sql import SqlClaims, SqlClaimTable, SqlHosts
 from penstock.claims.sql_proxies import SqlProxies
 from penstock.engine.admission import Admission
 from penstock.engine.claim_session import Claims, PrefetchedClaims, SharedClaims
@@ -66,10 +65,10 @@ class FleetProxyHealth(ProxyHealth, Protocol):
     async def prune(self) -> None:
         """Delete old rows that no decision needs."""
 
-    def troubled_in(self, tx: Tx, /) -> list[tuple[str, str, str, int, float, float, str]]:
+    def troubled(self) -> list[tuple[str, str, str, int, float, float, str]]:
         """Return proxies with failures, for a command's output."""
 
-    def lists_in(self, tx: Tx, /) -> dict[str, tuple[float, int, str]]:
+    def lists(self) -> dict[str, tuple[float, int, str]]:
         """Return the last fetch of each pool's list, for a command's output."""
 
 
