@@ -14,7 +14,8 @@ import msgspec
 from penstock.brokers.sql import Group, SqlQueue, SqlSubscription, letter
 from penstock.model import Ack, Dead, Outcome, Release, Retry
 from penstock.ports import Clock, Delivery, Out, Published, Subscription, TopicSpec
-from penstock.rules.priority import LOWEST, WEIGHTS, class_of, shares
+from penstock.rules.handout import allot
+from penstock.rules.priority import LOWEST, WEIGHTS, class_of
 from penstock.stores.context import Context
 from penstock.stores.sql import Tx
 from penstock.stores.sqlite import Database
@@ -253,19 +254,16 @@ class SqliteBroker(SqlQueue):
             return []
         now = self.clock.now()
         self._requeue_due(tx, g, now)
-        per_key = 1 if g.ordered else per_key or limit
-        quotas = shares(self._requested[g.id], limit)
+        keys = [
+            tx.execute(
+                "SELECT key, ready FROM keyq WHERE grp=? AND prio=? AND ready>0 AND next_at<=?"
+                " ORDER BY next_at LIMIT ?",
+                (g.id, prio, now, limit),
+            ).fetchall()
+            for prio in CLASSES
+        ]
+        allotted = allot(keys, self._requested[g.id], limit, 1 if g.ordered else per_key or limit)
         self._requested[g.id] += limit
-        left = limit
-        allotted: dict[tuple[int, str], int] = {}
-        # First, each class gets its share. Then, classes with more messages fill the batch.
-        for share in (True, False):
-            for prio in CLASSES:
-                if left <= 0:
-                    break
-                quota = min(left, quotas[prio]) if share else left
-                if quota:
-                    left -= self._allot(tx, g.id, prio, quota, per_key, now, allotted)
         if not allotted:
             return []
         picked: list[tuple[int, int, str, str, str | None, bytes, int]] = []
@@ -309,42 +307,6 @@ class SqliteBroker(SqlQueue):
             )
             for _, seq, key, id_, headers, body, before in picked
         ]
-
-    def _allot(
-        self,
-        tx: Tx,
-        g: int,
-        prio: int,
-        quota: int,
-        per_key: int,
-        now: float,
-        allotted: dict[tuple[int, str], int],
-    ) -> int:
-        """Set in `allotted` how many messages of each key are delivered. Return their sum.
-
-        Keys take turns. The longest-waiting key is first.
-        """
-        # Read more keys than the quota: keys that were emptied in the first round are read again.
-        known = sum(p == prio for p, _ in allotted)
-        keys = tx.execute(
-            "SELECT key, ready FROM keyq WHERE grp=? AND prio=? AND ready>0 AND next_at<=?"
-            " ORDER BY next_at LIMIT ?",
-            (g, prio, now, quota + known),
-        ).fetchall()
-        left = quota
-        waiting = [(key, min(ready, per_key) - allotted.get((prio, key), 0)) for key, ready in keys]
-        while waiting and left > 0:
-            share = max(1, left // len(waiting))
-            again = []
-            for key, ready in waiting:
-                n = min(share, ready, left)
-                if n > 0:
-                    allotted[prio, key] = allotted.get((prio, key), 0) + n
-                    left -= n
-                    if ready > n:
-                        again.append((key, ready - n))
-            waiting = again
-        return quota - left
 
     def _requeue_due(self, tx: Tx, g: Group, now: float) -> None:
         """Make delayed messages ready that are due, and leased messages whose lease expired."""

@@ -6,7 +6,7 @@ It runs in the ledger's transaction or in its own.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +20,8 @@ from penstock.brokers.sql import Group, SqlSubscription, letter
 from penstock.errors import StoreUnavailable
 from penstock.model import Ack, Dead, Outcome, Release, Retry
 from penstock.ports import Clock, Delivery, Out, Published, Subscription, TopicSpec
-from penstock.rules.priority import WEIGHTS, class_of, shares
+from penstock.rules.handout import allot
+from penstock.rules.priority import WEIGHTS, class_of
 from penstock.stores.context import Context
 from penstock.stores.postgres.arrays import bigints, byteas, doubles, texts
 from penstock.stores.postgres.store import PostgresStore
@@ -239,9 +240,7 @@ class PostgresBroker(Figures):
         keys: list[list[tuple[str, int]]] = [[] for _ in WEIGHTS]
         for prio, key, ready in listed.fetchall():
             keys[prio].append((key, ready))
-        chosen = _choose(
-            keys, shares(self._requested[g.id], limit), limit, 1 if g.ordered else per_key or limit
-        )
+        chosen = allot(keys, self._requested[g.id], limit, 1 if g.ordered else per_key or limit)
         self._requested[g.id] += limit
         if not chosen:
             return _Received([], due, tx.execute(sql.NEXT, (g.id, now)).get)
@@ -453,35 +452,6 @@ class PostgresBroker(Figures):
     async def close(self) -> None:
         """Stop listening. The caller that opened the store closes it."""
         await self.listener.close()
-
-
-def _choose(
-    keys: list[list[tuple[str, int]]], quotas: list[int], limit: int, per_key: int
-) -> dict[tuple[int, str], int]:
-    """Return how many messages of each key to deliver.
-
-    First, each class gets its share. Then, classes with more messages fill the batch. Keys of a
-    class take turns.
-    """
-    chosen: dict[tuple[int, str], int] = defaultdict(int)
-    left = limit
-    for share in (True, False):
-        for prio, waiting in enumerate(keys):
-            quota = min(left, quotas[prio]) if share else left
-            left -= quota
-            able = [(key, min(ready, per_key)) for key, ready in waiting]
-            while quota > 0:
-                able = [(key, most) for key, most in able if chosen.get((prio, key), 0) < most]
-                if not able:
-                    break
-                each = max(1, quota // len(able))
-                for key, most in able:
-                    n = min(each, most - chosen.get((prio, key), 0), quota)
-                    if n > 0:
-                        chosen[prio, key] += n
-                        quota -= n
-            left += quota
-    return chosen
 
 
 def _act(outcome: Outcome, now: float) -> tuple[int, float]:
