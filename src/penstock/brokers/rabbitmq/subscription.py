@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections import OrderedDict, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -23,7 +22,7 @@ from penstock.brokers.rabbitmq.topology import CLASSES, DEAD, Names, level_for, 
 from penstock.errors import StoreUnavailable
 from penstock.model import Ack, Dead, Outcome, Release, Retry
 from penstock.ports import Clock, Delivery, Out, Published
-from penstock.rules.priority import TURNS
+from penstock.rules.handout import Backlog
 
 # Messages of a priority class that are prefetched beyond the requested number, so that a key with
 # many messages does not hide the other keys.
@@ -72,7 +71,7 @@ class RabbitSubscription:
         self._receivers_waiting = 0
         self._last_receive_end = 0.0
         self._prefetch_ahead = PREFETCH_AHEAD
-        self._class_index = 0
+        self._backlog: Backlog[HeldMessage] = Backlog()  # prefetched messages
         self._prefetch_hold = PREFETCH_HOLD
         self._idle_timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -86,13 +85,7 @@ class RabbitSubscription:
         self._consumers: dict[int, list[tuple[str, int]]] = {
             priority: [] for priority in self.priority_classes
         }
-        self._ready: dict[int, OrderedDict[str, deque[HeldMessage]]] = {
-            priority: OrderedDict() for priority in self.priority_classes
-        }
-        self._buffered = 0
-        self._bytes = 0
-        # delivery tag -> message that is due within a short time
-        self._delayed: dict[int, tuple[HeldMessage, asyncio.TimerHandle]] = {}
+        self._drop_prefetched()
         self._handed_out: dict[int, HeldMessage] = {}  # position -> unsettled delivery
         # priority class -> number of unsettled deliveries
         self._handed_out_count = dict.fromkeys(self.priority_classes, 0)
@@ -113,7 +106,7 @@ class RabbitSubscription:
 
     @property
     def buffered(self) -> int:
-        return self._buffered + len(self._delayed)
+        return sum(1 for _ in self._backlog)
 
     @property
     def in_flight(self) -> int:
@@ -133,7 +126,7 @@ class RabbitSubscription:
             while True:
                 await self._open(limit)
                 self._changed.clear()
-                if self._buffered and (self._consumer_added or self._buffered < limit):
+                if self._backlog.ready and (self._consumer_added or self._backlog.ready < limit):
                     await self._wait_for_burst(limit)
                 if not self.alive:
                     raise StoreUnavailable(
@@ -145,6 +138,9 @@ class RabbitSubscription:
                 left = until - loop.time()
                 if left <= 0:
                     return []
+                due = self._backlog.next_due()
+                if due is not None:
+                    left = min(left, max(0.0, due - self.broker.clock.now()))
                 try:
                     async with asyncio.timeout(left):
                         await self._changed.wait()
@@ -159,11 +155,11 @@ class RabbitSubscription:
         loop = asyncio.get_running_loop()
         until, seen = loop.time() + (BURST_WAIT if self._consumer_added else BURST_GAP), -1
         while (
-            self._buffered != seen
-            and (self._consumer_added or self._buffered < limit)
+            self._backlog.ready != seen
+            and (self._consumer_added or self._backlog.ready < limit)
             and loop.time() < until
         ):
-            seen = self._buffered
+            seen = self._backlog.ready
             await asyncio.sleep(BURST_GAP)
         self._consumer_added = False
 
@@ -209,7 +205,6 @@ class RabbitSubscription:
         return sum(prefetch for _, prefetch in self._consumers[priority])
 
     async def _start(self) -> None:
-        self._drop_timers()
         self._reset()
         await self.broker.ensure_declared(self.topic, self.group)
         channel = await self.broker.consuming.channel()
@@ -256,25 +251,16 @@ class RabbitSubscription:
             self._spawn(partial(self._republish, held))
         elif held.due > now and level_for(held.due - now) is not None:
             self._spawn(partial(self._republish, held))
-        elif held.due > now:
-            timer = asyncio.get_running_loop().call_later(held.due - now, self._on_due, held.tag)
-            self._delayed[held.tag] = (held, timer)
         else:
-            self._make_ready(held)
-
-    def _on_due(self, tag: int) -> None:
-        held, _ = self._delayed.pop(tag)
-        self._make_ready(held)
-
-    def _make_ready(self, held: HeldMessage) -> None:
-        held.arrived = asyncio.get_running_loop().time()
-        self._ready[held.priority].setdefault(held.key, deque()).append(held)
-        self._buffered += 1
-        self._bytes += len(held.body)
-        if self._bytes > MAX_PREFETCH_BYTES and self._prefetch_ahead:
-            self._prefetch_ahead = 0
-            self._spawn(self._stop_consuming)
-        self._changed.set()
+            held.arrived = asyncio.get_running_loop().time()
+            if held.due <= now:
+                held.due = 0.0
+            self._backlog.put(held)
+            self._bytes += len(held.body)
+            if self._bytes > MAX_PREFETCH_BYTES and self._prefetch_ahead:
+                self._prefetch_ahead = 0
+                self._spawn(self._stop_consuming)
+            self._changed.set()
 
     async def _republish(self, held: HeldMessage) -> None:
         """Publish a copy of the message to a delay queue, or with an id. Then ack the message."""
@@ -289,47 +275,19 @@ class RabbitSubscription:
             await asyncio.sleep(REPUBLISH_INTERVAL)
 
     def _take(self, limit: int, per_key: int) -> list[Delivery]:
-        """Take buffered messages: classes share 16 : 4 : 1, and keys are served in rotation.
-
-        Messages of one key stay in order.
-        """
-        taken_messages: list[HeldMessage] = []
-        taken: dict[str, int] = defaultdict(int)
-        empty: set[int] = set()
-        while len(taken_messages) < limit and len(empty) < len(self.priority_classes):
-            first = TURNS[self._class_index % len(TURNS)]
-            for priority in (first, *self.priority_classes):
-                if priority in self._ready and priority not in empty:
-                    held = self._take_one(priority, taken, per_key)
-                    if held is not None:
-                        taken_messages.append(held)
-                        break
-                    empty.add(priority)
-            self._class_index += 1
-        for held in taken_messages:
+        for held in self._backlog.pop_due(self.broker.clock.now()):
+            held.due = 0.0
+            self._backlog.put(held)
+        taken = self._backlog.take(limit, per_key)
+        for held in taken:
             self._handed_out[self._position(held)] = held
             self._handed_out_count[held.priority] += 1
             self._bytes -= len(held.body)
-        self._buffered -= len(taken_messages)
         # All messages were requested: prefetch more again.
-        if taken_messages and not self._buffered:
+        if taken and not self._backlog.ready:
             self._prefetch_ahead = min(PREFETCH_AHEAD, max(8, self._prefetch_ahead * 2))
             self._prefetch_hold = PREFETCH_HOLD
-        return [self._delivery(held) for held in taken_messages]
-
-    def _take_one(self, priority: int, taken: dict[str, int], per_key: int) -> HeldMessage | None:
-        ready = self._ready[priority]
-        for key in ready:
-            if taken[key] < per_key:
-                waiting = ready[key]
-                held = waiting.popleft()
-                if waiting:
-                    ready.move_to_end(key)
-                else:
-                    del ready[key]
-                taken[key] += 1
-                return held
-        return None
+        return [self._delivery(held) for held in taken]
 
     def _position(self, held: HeldMessage) -> int:
         return self._epoch << 32 | held.tag
@@ -373,12 +331,7 @@ class RabbitSubscription:
         loop = asyncio.get_running_loop()
         now = loop.time()
         idle = not self._receivers_waiting and now >= self._last_receive_end + self._prefetch_hold
-        stale = (
-            min(
-                (keys[key][0].arrived for keys in self._ready.values() for key in keys), default=now
-            )
-            < now - self._prefetch_hold
-        )
+        stale = any(held.arrived < now - self._prefetch_hold for held in self._backlog)
         if (idle and now > self._last_receive_end + MAX_PREFETCH_HOLD) or (
             (idle or stale) and await self._has_other_consumers()
         ):
@@ -416,18 +369,8 @@ class RabbitSubscription:
             await self._cancel_consumers(channel)
             with self.broker.consuming.outage():
                 async with asyncio.timeout(RESPONSE_TIMEOUT):
-                    returned = [
-                        held.tag
-                        for keys in self._ready.values()
-                        for waiting in keys.values()
-                        for held in waiting
-                    ]
-                    returned += self._delayed
-                    self._drop_timers()
-                    for keys in self._ready.values():
-                        keys.clear()
-                    self._buffered = self._bytes = 0
-                    for tag in sorted(returned):
+                    returned = sorted(held.tag for held in self._drop_prefetched())
+                    for tag in returned:
                         await channel.basic_nack(tag, requeue=True, wait=False)
                     # Remove the tags after the last return is sent. An ack of all tags up to one
                     # must never include a returned message.
@@ -437,10 +380,9 @@ class RabbitSubscription:
                 self._prefetch_ahead = self._prefetch_ahead // 2 if self._prefetch_ahead > 8 else 0
             self._changed.set()
 
-    def _drop_timers(self) -> None:
-        for _, timer in self._delayed.values():
-            timer.cancel()
-        self._delayed.clear()
+    def _drop_prefetched(self) -> list[HeldMessage]:
+        self._bytes = 0
+        return self._backlog.drop(lambda held: True)
 
     # -- settling ----------------------------------------------------------------------------------
 
@@ -593,7 +535,6 @@ class RabbitSubscription:
             self._idle_timer.cancel()
         await self._run_ignoring_outage(self._return_prefetched)
         self._closed = True
-        self._drop_timers()
         for task in list(self._tasks):
             task.cancel()
         if self._channel is not None and self.alive:
