@@ -30,7 +30,6 @@ from penstock.stores.sql import SqlStore, Tx
 
 CAPS = Capabilities(
     order_per_key="native",
-    strict_priority="none",
     delay="native",
     replay=True,
     bounded=True,
@@ -273,12 +272,6 @@ class SqlQueue(ABC):
     @abstractmethod
     def _noted(self, tx: Tx) -> Iterable[tuple[str, str, int, int, int, int]]:
         """Yield (topic, group, group id, ready, leased, delayed) from the counters."""
-
-
-def letter(d: Delivery, reason: str) -> Out:
-    """Return the message of a dead delivery for the topic `.dead`, which other tools read."""
-    headers = {**d.headers, "penstock-reason": reason, "penstock-position": str(d.position)}
-    return Out(topic=d.topic + ".dead", id=d.id, key=d.key, body=d.body, headers=headers)
 
 
 class SqlSubscription:

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from penstock.brokers.sql import Group, SqlQueue, SqlSubscription, letter
+from penstock.brokers.dead_copies import dead_copy
+from penstock.brokers.sql import Group, SqlQueue, SqlSubscription
 from penstock.model import Ack, Dead, Outcome, Release, Retry
 from penstock.ports import Clock, Delivery, Out, Published, Subscription, TopicSpec
 from penstock.rules.handout import allot
@@ -448,7 +449,7 @@ class SqliteBroker(SqlQueue):
                 ).get
                 keys[g.id, prio, d.key] += 1
             if isinstance(outcome, Dead):
-                copy = letter(d, outcome.reason)
+                copy = dead_copy(d, outcome.reason)
                 self.publish_in(tx, [copy])
                 tx.execute("UPDATE topic SET letters=letters+1 WHERE name=?", (copy.topic,))
             # A retry keeps its key locked: the next message of the key waits for it.

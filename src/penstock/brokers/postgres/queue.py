@@ -12,11 +12,12 @@ from typing import Any
 
 import msgspec
 
+from penstock.brokers.dead_copies import dead_copy
 from penstock.brokers.postgres import statements as sql
 from penstock.brokers.postgres.notify import Listener
 from penstock.brokers.postgres.reports import Figures
 from penstock.brokers.postgres.statements import NEVER
-from penstock.brokers.sql import Group, SqlSubscription, letter
+from penstock.brokers.sql import Group, SqlSubscription
 from penstock.errors import StoreUnavailable
 from penstock.model import Ack, Dead, Outcome, Release, Retry
 from penstock.ports import Clock, Delivery, Out, Published, Subscription, TopicSpec
@@ -348,7 +349,7 @@ class PostgresBroker(Figures):
                 d, outcome = items[n]
                 answers[n] = seq in done
                 if answers[n] and isinstance(outcome, Dead):
-                    letters.append(letter(d, outcome.reason))
+                    letters.append(dead_copy(d, outcome.reason))
         if letters:
             self.publish_in(tx, letters)
             for topic, n in Counter(m.topic for m in letters).items():

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from aiormq import exceptions as amqp
 from aiormq.channel import Channel
 
+from penstock.brokers.dead_copies import DEAD
 from penstock.brokers.rabbitmq.connection import RESPONSE_TIMEOUT, Address, Connection, read_address
 from penstock.brokers.rabbitmq.message import AT, COUNT, DUE, KEY, HeldMessage, number, read_message
 from penstock.brokers.rabbitmq.publisher import OutgoingMessage, Publisher, declare_exchange
 from penstock.brokers.rabbitmq.subscription import RabbitSubscription
 from penstock.brokers.rabbitmq.topology import (
-    DEAD,
     LEVELS,
     NORMAL,
     Names,
@@ -30,20 +30,10 @@ from penstock.errors import ConfigError, StoreUnavailable, Unreachable
 from penstock.ports import Capabilities, Clock, Out, Published, Stats, Subscription, TopicSpec
 from penstock.stores.context import Context
 
-CAPS = Capabilities(
-    # Returned and retried messages are overtaken, and several workers may have messages of a key.
-    order_per_key="none",
-    strict_priority="none",
-    delay="emulated",
-    replay=False,  # acked messages are deleted
-    # The limit of a queue does not count deliveries in flight, so `full` is not exact.
-    bounded=False,
-    counts_deliveries=True,
-    hold_keys=False,
-    exact_stats=False,
-    transactional=False,
-    lease="connection",
-)
+# Missing features: `order_per_key`, because returned and retried messages are overtaken, and several
+# workers may have messages of a key. `replay`, because acked messages are deleted. `bounded`,
+# because the limit of a queue does not count deliveries in flight, so `full` is not exact.
+CAPS = Capabilities(delay="emulated", counts_deliveries=True, lease="connection")
 MAX_PEEKED = 10_000  # messages whose returns by `peek` are counted
 
 

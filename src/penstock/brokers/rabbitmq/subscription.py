@@ -15,10 +15,11 @@ from aiormq import exceptions as amqp
 from aiormq.abc import DeliveredMessage
 from aiormq.channel import Channel
 
+from penstock.brokers.dead_copies import dead_copy
 from penstock.brokers.rabbitmq.connection import CONNECTION_ERRORS, RESPONSE_TIMEOUT, Connection
 from penstock.brokers.rabbitmq.message import HeldMessage, read_message
 from penstock.brokers.rabbitmq.publisher import OutgoingMessage, Publisher
-from penstock.brokers.rabbitmq.topology import CLASSES, DEAD, Names, level_for, priority_classes
+from penstock.brokers.rabbitmq.topology import CLASSES, Names, level_for, priority_classes
 from penstock.errors import StoreUnavailable
 from penstock.model import Ack, Dead, Outcome, Release, Retry
 from penstock.ports import Clock, Delivery, Out, Published
@@ -417,7 +418,9 @@ class RabbitSubscription:
                 self._handed_out_count[held.priority] -= 1
         return answers
 
-    def _copy(self, delivery: Delivery, held: HeldMessage, outcome: Outcome) -> OutgoingMessage:
+    def _copy(
+        self, delivery: Delivery, held: HeldMessage, outcome: Retry | Release | Dead
+    ) -> OutgoingMessage:
         match outcome:
             case Retry(delay=delay):
                 return self._outgoing(
@@ -427,22 +430,8 @@ class RabbitSubscription:
                 )
             case Release():
                 return self._outgoing(held, due=0.0, count=held.deliveries - 1)
-            case _:
-                reason = outcome.reason if isinstance(outcome, Dead) else ""
-                headers = {
-                    **held.headers,
-                    "penstock-reason": reason,
-                    "penstock-position": str(delivery.position),
-                }
-                return self.broker.outgoing(
-                    Out(
-                        topic=self.topic + DEAD,
-                        id=held.id,
-                        key=held.key,
-                        body=held.body,
-                        headers=headers,
-                    )
-                )
+            case Dead(reason=reason):
+                return self.broker.outgoing(dead_copy(delivery, reason))
 
     def _outgoing(self, held: HeldMessage, *, due: float, count: int) -> OutgoingMessage:
         out = Out(

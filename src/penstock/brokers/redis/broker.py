@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 from redis.exceptions import OutOfMemoryError, RedisError
 
+from penstock.brokers.dead_copies import dead_headers
 from penstock.brokers.redis import reports as looking
 from penstock.brokers.redis import scripts as lua
 from penstock.errors import PenstockError
@@ -50,15 +51,12 @@ POLL_INTERVAL = 1.0
 MAX_SORT_ROUNDS = 20
 CAPS = Capabilities(
     order_per_key="emulated",
-    strict_priority="none",
     delay="emulated",
     replay=True,
     bounded=True,
     counts_deliveries=True,
     hold_keys=True,
     exact_stats=True,
-    transactional=False,
-    lease="time",
 )
 
 
@@ -316,12 +314,7 @@ class RedisSubscription:
                 case Release():
                     verb, more = "release", ""
                 case Dead(reason=reason):
-                    headers = {
-                        **d.headers,
-                        "penstock-reason": reason,
-                        "penstock-position": str(d.position),
-                    }
-                    verb, more = "dead", msgspec.json.encode(headers).decode()
+                    verb, more = "dead", msgspec.json.encode(dead_headers(d, reason)).decode()
             args += (*entry_of(d.position), d.token, verb, d.deliveries, more)
         reply: bytes = await self._server.run(lua.SETTLE, self._keys, self.group, *args)
         return [code == ord("1") for code in reply]

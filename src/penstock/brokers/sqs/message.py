@@ -29,13 +29,13 @@ from botocore.exceptions import (  # type: ignore[import-untyped, unused-ignore]
     SSLError,
 )
 
+from penstock.brokers.dead_copies import DEAD
 from penstock.errors import ConfigError, PenstockError, StoreUnavailable, Unreachable
 from penstock.ports import Out
 from penstock.rules.masking import mask
 
 CLASSES = ("high", "normal", "low")
 NORMAL = 1
-DEAD = ".dead"
 ATTRIBUTE = "penstock"  # name of Penstock's message attribute
 # Bytes of a message or a batch that every server accepts. A queue may have a higher limit.
 MIN_SIZE_LIMIT = 256 << 10

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from penstock.brokers.dead_copies import DEAD, REASON, dead_copy
 from penstock.brokers.sqs import message as wire
 from penstock.brokers.sqs.message import ATTRIBUTE, CLASSES, QueueId, SqsAddress
 from penstock.errors import StoreUnavailable
@@ -218,10 +219,10 @@ class SqsSubscription:
         for message in messages:
             attributes, body = wire.unpack(message)
             headers = attributes.headers
-            if self.topic.endswith(wire.DEAD) and "penstock-reason" not in headers:
+            if self.topic.endswith(DEAD) and REASON not in headers:
                 headers = {
                     **headers,
-                    "penstock-reason": "given up by SQS: received too often without an end",
+                    REASON: "given up by SQS: received too often without an end",
                 }
             held = _HeldMessage(
                 queue=state.queue,
@@ -371,25 +372,9 @@ class SqsSubscription:
                 case Retry(delay=delay) if now - held.received_at + delay <= MAX_HIDDEN:
                     shows.append((i, math.ceil(delay)))
                 case Retry(delay=delay):
-                    moves.append(
-                        (
-                            i,
-                            _copy(d, d.topic, held.queue.priority, self.broker.clock.now() + delay),
-                            held.queue,
-                        )
-                    )
+                    moves.append((i, self._delayed_copy(held, delay), held.queue))
                 case Dead(reason=reason):
-                    extra_headers = {
-                        "penstock-reason": reason,
-                        "penstock-position": str(d.position),
-                    }
-                    moves.append(
-                        (
-                            i,
-                            _copy(d, d.topic + wire.DEAD, wire.NORMAL, 0.0, extra_headers),
-                            wire.dead_queue(d.topic),
-                        )
-                    )
+                    moves.append((i, dead_copy(d, reason), wire.dead_queue(d.topic)))
         done, shown, moved = await asyncio.gather(
             self._delete([mine[i] for i in deletes]),
             self._set_visibility([(mine[i], seconds) for i, seconds in shows]),
@@ -411,6 +396,18 @@ class SqsSubscription:
                 f" of {len(unknown)} messages"
             )
         return [bool(answer) for answer in answers]
+
+    def _delayed_copy(self, held: _HeldMessage, delay: float) -> Out:
+        d = held.delivery
+        return Out(
+            topic=d.topic,
+            id=d.id,
+            key=d.key,
+            body=d.body,
+            headers=d.headers,
+            priority=held.priority,
+            not_before=self.broker.clock.now() + delay,
+        )
 
     async def _delete(self, helds: Sequence[_HeldMessage]) -> list[bool | None]:
         return await self._call_by_queue(
@@ -490,21 +487,3 @@ class SqsSubscription:
 
 def _by_class_and_age(held: _HeldMessage) -> tuple[int, int]:
     return held.queue.priority, held.seq
-
-
-def _copy(
-    d: Delivery,
-    topic: str,
-    priority: int,
-    not_before: float,
-    extra_headers: Mapping[str, str] | None = None,
-) -> Out:
-    return Out(
-        topic=topic,
-        id=d.id,
-        key=d.key,
-        body=d.body,
-        headers={**d.headers, **(extra_headers or {})},
-        priority=priority,
-        not_before=not_before,
-    )
