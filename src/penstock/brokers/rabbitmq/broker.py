@@ -30,9 +30,11 @@ from penstock.errors import ConfigError, StoreUnavailable, Unreachable
 from penstock.ports import Capabilities, Clock, Out, Published, Stats, Subscription, TopicSpec
 from penstock.stores.context import Context
 
-# Missing features: `order_per_key`, because returned and retried messages are overtaken, and several
-# workers may have messages of a key. `replay`, because acked messages are deleted. `bounded`,
-# because the limit of a queue does not count deliveries in flight, so `full` is not exact.
+# Missing features:
+# - `order_per_key`: returned and retried messages are overtaken, and several workers may have
+#   messages of a key.
+# - `replay`: acked messages are deleted.
+# - `bounded`: the limit of a queue does not count deliveries in flight, so `full` is not exact.
 CAPS = Capabilities(delay="emulated", counts_deliveries=True, lease="connection")
 MAX_PEEKED = 10_000  # messages whose returns by `peek` are counted
 
