@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -82,6 +83,7 @@ class SqlQueue(ABC):
         self.topics: dict[str, Topic] = {}
         # Messages requested so far, by group. It decides which priority class has its turn.
         self.requested: Counter[int] = Counter()
+        self.waiters: dict[str, set[asyncio.Event]] = defaultdict(set)  # of receivers, by topic
         self.pruned = 0  # the last position that `prune` has checked
         self._rollbacks = db.rollbacks
         db.part("broker", 1, schema)
@@ -93,11 +95,13 @@ class SqlQueue(ABC):
     def subscribe(self, topic: str, group: str, *, owner: str, lease: float) -> Subscription: ...
 
     @abstractmethod
-    def wake(self, topics: Iterable[str]) -> None:
-        """Wake waiting receivers. Call it after a commit, on the loop."""
-
-    @abstractmethod
     async def close(self) -> None: ...
+
+    def wake(self, topics: Iterable[str]) -> None:
+        """Wake the waiting receivers of this process. Call it after a commit, on the loop."""
+        for topic in set(topics):
+            for event in self.waiters.get(topic, ()):
+                event.set()
 
     def caps_of(self, topic: str) -> Capabilities:
         return self.caps
@@ -336,22 +340,23 @@ class BoundSqlQueue(Queue, QueueReports):
         """Yield (topic, group, group id, ready, leased, delayed) from the counters."""
 
 
-class SqlSubscription:
-    """A subscription. Implements ports.Subscription except `receive` and `close`."""
+Q = TypeVar("Q", bound=SqlQueue)
 
-    _wake: asyncio.Event
 
-    def __init__(self, queue: SqlQueue, topic: str, group: str, owner: str, lease: float) -> None:
-        self._queue, self.topic, self.group, self.owner, self.lease = (
-            queue,
-            topic,
-            group,
-            owner,
-            lease,
-        )
+class SqlSubscription(Generic[Q]):
+    """A subscription. Implements ports.Subscription except `receive`."""
+
+    def __init__(self, queue: Q, topic: str, group: str, owner: str, lease: float) -> None:
+        self._queue, self.topic, self.group = queue, topic, group
+        self.owner, self.lease = owner, lease
+        self._wake = asyncio.Event()
+        queue.waiters[topic].add(self._wake)
 
     async def _pause(self, seconds: float) -> None:
         await nap(self._queue.clock, seconds, self._wake)
+
+    async def close(self) -> None:
+        self._queue.waiters[self.topic].discard(self._wake)
 
     async def settle(self, items: Sequence[tuple[Delivery, Outcome]]) -> Sequence[bool]:
         answers = await self._queue.db.write(lambda tx: self._queue.bind(tx).settle(items))

@@ -5,7 +5,6 @@ It has topics, groups, leases with fencing, delays, priorities and fairness betw
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -30,7 +29,7 @@ class PostgresBroker(SqlQueue):
     def __init__(self, db: PostgresStore, clock: Clock) -> None:
         self.db: PostgresStore = db
         super().__init__(db, clock, sql.SCHEMA)
-        self.listener = Listener(db)
+        self.listener = Listener(db, self.waiters, super().wake)
 
     def bind(self, tx: Tx) -> PostgresQueue:
         return PostgresQueue(tx, self, self.listener)
@@ -60,25 +59,21 @@ class PostgresBroker(SqlQueue):
 
     def wake(self, topics: Iterable[str]) -> None:
         """Wake receivers here and notify other processes. Call it after a commit, on the loop."""
-        self.listener.wake(topics)
+        super().wake(topics)
+        self.listener.send_deferred()
 
     async def close(self) -> None:
         """Stop listening. The caller that opened the store closes it."""
         await self.listener.close()
 
 
-class PostgresSubscription(SqlSubscription):
-    def __init__(
-        self, broker: PostgresBroker, topic: str, group: str, owner: str, lease: float
-    ) -> None:
-        super().__init__(broker, topic, group, owner, lease)
-        self.broker = broker
-        self._wake = broker.listener.waiter(topic)
+class PostgresSubscription(SqlSubscription[PostgresBroker]):
+    """Implements ports.Subscription. A commit of another process sends a notification."""
 
     async def receive(
         self, limit: int, wait: float, *, per_key: int | None = None
     ) -> Sequence[Delivery]:
-        b = self.broker
+        b = self._queue
         until = b.clock.now() + wait
 
         def work(tx: Tx) -> Received:
@@ -110,10 +105,6 @@ class PostgresSubscription(SqlSubscription):
                 else max(0.01, got.next_at - now)
             )
             await self._pause(min(until - now, POLL_INTERVAL, pause))
-
-    async def close(self) -> None:
-        with contextlib.suppress(ValueError):
-            self.broker.listener.remove_waiter(self.topic, self._wake)
 
 
 def open_broker(url: str, context: Context) -> PostgresBroker:

@@ -5,9 +5,7 @@ It has topics, groups, leases with fencing, delays, priorities and fairness betw
 
 from __future__ import annotations
 
-import asyncio
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from penstock.brokers.sql import SqlQueue, SqlSubscription
 from penstock.brokers.sqlite.queue import SqliteQueue
@@ -52,7 +50,6 @@ class SqliteBroker(SqlQueue):
     def __init__(self, db: Database, clock: Clock) -> None:
         self.db: Database = db
         super().__init__(db, clock, SCHEMA)
-        self.receivers: dict[str, list[asyncio.Event]] = defaultdict(list)
 
     def bind(self, tx: Tx) -> SqliteQueue:
         return SqliteQueue(tx, self)
@@ -60,30 +57,19 @@ class SqliteBroker(SqlQueue):
     def subscribe(self, topic: str, group: str, *, owner: str, lease: float) -> Subscription:
         return SqliteSubscription(self, topic, group, owner, lease)
 
-    def wake(self, topics: Iterable[str]) -> None:
-        """Wake the waiting receivers of this process. Other processes poll."""
-        for topic in set(topics):
-            for event in self.receivers.get(topic, ()):
-                event.set()
-
     async def close(self) -> None:
         """Do nothing: the caller that opened the database closes it."""
 
 
-class SqliteSubscription(SqlSubscription):
-    def __init__(
-        self, broker: SqliteBroker, topic: str, group: str, owner: str, lease: float
-    ) -> None:
-        super().__init__(broker, topic, group, owner, lease)
-        self.broker = broker
-        self._wake = asyncio.Event()
-        self._expects_more = False
-        broker.receivers[topic].append(self._wake)
+class SqliteSubscription(SqlSubscription[SqliteBroker]):
+    """Implements ports.Subscription. A commit of another process is found by polling."""
+
+    _expects_more = False
 
     async def receive(
         self, limit: int, wait: float, *, per_key: int | None = None
     ) -> Sequence[Delivery]:
-        b = self.broker
+        b = self._queue
         until = b.clock.now() + wait
         while True:
             self._wake.clear()
@@ -110,11 +96,6 @@ class SqliteSubscription(SqlSubscription):
             if left <= 0:
                 return []
             await self._pause(min(left, POLL_INTERVAL))
-
-    async def close(self) -> None:
-        receivers = self.broker.receivers[self.topic]
-        if self._wake in receivers:
-            receivers.remove(self._wake)
 
 
 def open_broker(url: str, context: Context) -> SqliteBroker:
