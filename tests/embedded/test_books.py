@@ -117,8 +117,8 @@ class Rig:
         )
         self.assemble(self.broker, worker)
         self.db.write_now(
-            lambda tx: self.broker.ensure_in(
-                tx, [TopicSpec(name=name) for name in ("requests", "pages", "records")]
+            lambda tx: self.broker.bind(tx).ensure(
+                [TopicSpec(name=name) for name in ("requests", "pages", "records")]
             )
         )
         self.sub = self.broker.subscribe("requests", "main", owner=worker, lease=lease)

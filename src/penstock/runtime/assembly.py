@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from penstock.brokers.sql import BoundSqlQueue, SqlQueue
+from penstock.brokers.sql import SqlQueue
 from penstock.claims.external import NoClaimTable
 from penstock.claims.sql import SqlClaims, SqlClaimTable, SqlHosts
 from penstock.claims.sql_proxies import SqlProxies
@@ -143,7 +143,7 @@ class Assembly:
         queue: Queue
         figures: QueueReports
         if self._queue is not None:
-            queue = figures = BoundSqlQueue(sql, self._queue)
+            queue = figures = self._queue.bind(sql)
         else:
             assert self.relay is not None
             queue = RelayedQueue(sent, members, events, self.relay, None)

@@ -276,8 +276,8 @@ class Politeness:
 
 def _ensure(queue: SqlQueue) -> None:
     # Most commands only read, so the topics are written only if one is missing.
-    if not queue.db.read_now(lambda tx: queue.has_in(tx, [t.name for t in TOPOLOGY])):
-        queue.db.write_now(lambda tx: queue.ensure_in(tx, TOPOLOGY))
+    if not queue.db.read_now(lambda tx: queue.bind(tx).has([t.name for t in TOPOLOGY])):
+        queue.db.write_now(lambda tx: queue.bind(tx).ensure(TOPOLOGY))
 
 
 def store_facts(directory: Path) -> StoreFacts:
