@@ -6,10 +6,11 @@ Messages are ordered by priority class, key and due time. Uses no Kafka client a
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from penstock.brokers.kafka.topics import ServerTopic, position
+from penstock.brokers.kafka.topics import Layout, position
 from penstock.ports import Delivery
 from penstock.rules.priority import WEIGHTS, shares
 from penstock.rules.watermark import Window
@@ -47,22 +48,18 @@ class Partition:
 
     def __init__(
         self,
-        server_topic: ServerTopic,
+        plan: Layout,
+        name: str,
         number: int,
         window: Window[BufferedMessage],
-        topic: str,
         group: str,
     ) -> None:
-        self.server_topic, self.number, self.window, self.topic, self.group = (
-            server_topic,
-            number,
-            window,
-            topic,
-            group,
-        )
-        self.topic_partition = (server_topic.name, number)
+        self.server_topic = next(found for found in plan.server_topics if found.name == name)
+        self.topic_partition = (name, number)
+        self.number, self.window = number, window
+        self.topic, self.group = plan.topic, group
         # position of a message: base | offset
-        self.base = position(server_topic.topic_index, number, 0)
+        self.base = position(self.server_topic.topic_index, number, 0)
         # Token of a first delivery. A message that is returned to the backlog gets a new token.
         self.token = window.epoch << 32
         self.received_count = self.received_bytes = self.settled_count = self.settled_bytes = 0
@@ -126,7 +123,7 @@ class Backlog:
         self._classes = [_PriorityClass() for _ in WEIGHTS]
         self._busy_keys: set[str] = set()
         self._delayed: list[tuple[float, int, BufferedMessage]] = []
-        self._sequence = 0
+        self._sequence = itertools.count()
         self._taken_count = 0
         self.ready = 0  # messages in the queues, including those of skipped keys
 
@@ -136,20 +133,12 @@ class Backlog:
         With `first`, put it before the other messages of its key, at its earlier place.
         """
         if e.due and not self.ordered:
-            self._sequence += 1
-            heapq.heappush(self._delayed, (e.due, self._sequence, e))
-            return
-        self.ready += 1
-        c = self._classes[e.priority]
-        queue = c.keys.get(e.key)
-        if queue is None:
-            c.keys[e.key] = deque((e,))
-            if e.key not in self._busy_keys:
-                c.rotation.append(e.key)
-        elif first:
+            heapq.heappush(self._delayed, (e.due, next(self._sequence), e))
+        elif first and (queue := self._classes[e.priority].keys.get(e.key)) is not None:
             queue.appendleft(e)
+            self.ready += 1
         else:
-            queue.append(e)
+            self.put_all([e], e.priority)
 
     def put_all(self, entries: Sequence[BufferedMessage], priority: int) -> None:
         """Add ready messages of one priority class, after the other messages of their keys."""
@@ -171,7 +160,7 @@ class Backlog:
 
     def free_key(self, key: str) -> None:
         """Stop skipping the key. Used in ordered topics when its message is settled or returned."""
-        if self.ordered and key in self._busy_keys:
+        if key in self._busy_keys:
             self._busy_keys.discard(key)
             for c in self._classes:
                 if key in c.keys:
@@ -238,8 +227,7 @@ class Backlog:
                 n = 1 if self.ordered else min(share, end - len(got), len(queue))
                 if self.ordered and queue[0].due > now:
                     self._busy_keys.add(key)
-                    self._sequence += 1
-                    heapq.heappush(self._delayed, (queue[0].due, self._sequence, queue[0]))
+                    heapq.heappush(self._delayed, (queue[0].due, next(self._sequence), queue[0]))
                     continue
                 if per_key is not None:
                     n = min(n, per_key - taken.get(key, 0))

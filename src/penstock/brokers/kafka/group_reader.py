@@ -8,9 +8,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import msgspec
 from confluent_kafka import KafkaError
@@ -23,11 +22,13 @@ from penstock.brokers.kafka.entries import (
     Partition,
     Run,
 )
-from penstock.brokers.kafka.topics import Layout
+from penstock.brokers.kafka.message import compose
+from penstock.brokers.kafka.producer import BatchProducer, Message
+from penstock.brokers.kafka.topics import Layout, ServerTopic, TopicAndPartition
 from penstock.brokers.kafka.url import Settings, unavailable_error
 from penstock.errors import StoreUnavailable
-from penstock.model import Ack, Outcome
-from penstock.ports import Clock, Delivery
+from penstock.model import Ack, Dead, Outcome, Retry
+from penstock.ports import Clock, Delivery, Published
 from penstock.rules.watermark import Window
 
 # After this many messages arrived together, a receive call with a partial batch waits this long
@@ -37,7 +38,6 @@ BURST_MESSAGES, BURST_WAIT = 16, 0.003  # messages, seconds
 # until the group settles a message.
 SKIP_COMMIT_DELAY = 0.2  # seconds
 RETENTION_CHECK_INTERVAL = 30.0  # seconds
-ForwardEarly = Callable[["GroupReader", BufferedMessage], Coroutine[Any, Any, None]]
 _log = logging.getLogger("penstock.brokers.kafka")
 
 
@@ -56,7 +56,8 @@ class GroupReader:
         clock: Clock,
         *,
         lease: float,
-        forward_early: ForwardEarly,
+        producer: BatchProducer,
+        retention: Mapping[str, float],
     ) -> None:
         self.settings, self.plan, self.group, self.group_id, self.clock, self.lease = (
             settings,
@@ -66,23 +67,24 @@ class GroupReader:
             clock,
             lease,
         )
+        self._producer = producer
+        self._retention = retention  # server-side name -> seconds
         self.backlog = Backlog(ordered=plan.ordered)
-        self.partitions: dict[tuple[str, int], Partition] = {}
+        self.partitions: dict[TopicAndPartition, Partition] = {}
         self.handed_out: dict[int, BufferedMessage] = {}  # position -> unsettled delivery
-        self.warnings: dict[tuple[str, int], str] = {}
-        self.retention: dict[str, float] = {}
-        # moves a message that is not due to the next retry topic
-        self._forward_early = forward_early
+        self._warned: set[TopicAndPartition] = set()  # partitions with a logged retention alarm
         self._loop = asyncio.get_running_loop()
         self._changed, self._assigned, self._revocation_progress = (
             asyncio.Event(),
             asyncio.Event(),
             asyncio.Event(),
         )
-        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self.ended: asyncio.Future[None] = self._loop.create_future()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due: float | None = None  # when the timer for delayed messages fires
-        self._retention_timer: asyncio.TimerHandle | None = None
+        self._retention_timer = self._loop.call_later(
+            RETENTION_CHECK_INTERVAL, self._check_retention
+        )
         self._tasks: set[asyncio.Task[None]] = set()
         self._serial = itertools.count(1)
         self._uncommitted: set[Partition] = set()  # partitions with settled, uncommitted messages
@@ -93,9 +95,14 @@ class GroupReader:
         self._commit_request: CommitRequest = []  # offsets of the commit in progress
         self._commit_started_at = 0.0
         self._metadata_accepted, self._commit_scheduled = True, False
-        self._receivers_waiting = 0
+        self.receivers_waiting = 0
         self._in_burst, self._last_arrival = False, 0.0
-        self.consumer = GroupConsumer(settings, plan, group, group_id, lease, self._loop, self)
+        self.consumer = GroupConsumer(self, self._loop)
+
+    @property
+    def commit_likely(self) -> bool:
+        """Return True if a delivery is unsettled or a settled message is not committed."""
+        return bool(self.handed_out or self._uncommitted) or self._commit_in_progress is not None
 
     # -- receiving ---------------------------------------------------------------------------------
 
@@ -108,12 +115,8 @@ class GroupReader:
         Returns an empty list if no message arrives. Raises StoreUnavailable if the consumer has
         stopped, or has reported an outage and no message is available.
         """
-        if not self._assigned.is_set():
-            try:
-                async with asyncio.timeout(self.settings.timeout):
-                    await self._assigned.wait()
-            except TimeoutError:
-                self._raise_outage()
+        if not await _is_set(self._assigned, self.settings.timeout):
+            self._raise_outage()
         until = self._loop.time() + wait
         while True:
             while (
@@ -122,7 +125,7 @@ class GroupReader:
                 and self._loop.time() < min(until, self._last_arrival + BURST_WAIT)
             ):
                 await self._wait_for_messages(BURST_WAIT)
-            if self._ended.done():
+            if self.ended.done():
                 self._raise_outage()
                 raise StoreUnavailable(
                     f"the Kafka consumer of topic {self.plan.topic} is closed",
@@ -131,8 +134,11 @@ class GroupReader:
             got = self.backlog.take(limit, per_key, self.clock.now())
             if self.plan.ordered:
                 self._set_timer()  # `take` may have found a key whose next message is not due
+            for e in got:
+                e.holder = holder
+                self.handed_out[e.position] = e
             if got:
-                return self._hand_out(got, holder)
+                return got
             left = until - self._loop.time()
             if left <= 0:
                 self._raise_outage()
@@ -141,18 +147,13 @@ class GroupReader:
 
     async def _wait_for_messages(self, timeout: float) -> None:
         """Wake the consumer thread, and wait until it reports something or the timeout ends."""
-        self._receivers_waiting += 1
-        self.consumer.has_receivers = True
-        self.consumer.wake()
+        self.receivers_waiting += 1
+        self.consumer.wakeup.set()
         self._changed.clear()
         try:
-            async with asyncio.timeout(timeout):
-                await self._changed.wait()
-        except TimeoutError:
-            pass
+            await _is_set(self._changed, timeout)
         finally:
-            self._receivers_waiting -= 1
-            self.consumer.has_receivers = self._receivers_waiting > 0
+            self.receivers_waiting -= 1
 
     def _raise_outage(self) -> None:
         if self.consumer.outage is not None:
@@ -160,53 +161,48 @@ class GroupReader:
                 self.settings, self.consumer.outage, f"reading {self.plan.topic}"
             )
 
-    def _hand_out(self, entries: Sequence[BufferedMessage], holder: object) -> Sequence[Delivery]:
-        handed_out = self.handed_out
-        for e in entries:
-            e.holder = holder
-            handed_out[e.position] = e
-        self.consumer.busy = True
-        return entries
-
-    @property
-    def ended(self) -> bool:
-        return self._ended.done()
-
     def delayed_count(self) -> int:
         """Return how many messages wait here until due, except those in delayed retry topics."""
         return sum(1 for e in self.backlog.delayed() if not e.part.server_topic.delay)
 
-    def progress(self) -> dict[tuple[str, int], tuple[int, Any]]:
-        """Return each partition's watermark and the settled offsets above it, committed or not."""
-        return {
-            at: (part.window.watermark, part.window.ahead) for at, part in self.partitions.items()
-        }
-
-    def drop_deleted(self, ends: Mapping[tuple[str, int], int]) -> None:
+    def drop_deleted(self, ends: Mapping[TopicAndPartition, int]) -> None:
         """Settle messages below these offsets, which the server has deleted, unless handed out."""
-        parts = [
-            (part, end) for at, end in ends.items() if (part := self.partitions.get(at)) is not None
-        ]
         deleted = [
             e
-            for part, end in parts
+            for at, part in self.partitions.items()
             for e in part.window.open.values()
-            if e.offset < end and e.holder is None
+            if e.offset < ends.get(at, 0) and e.holder is None
         ]
         deleted_ids = set(map(id, deleted))
         self.backlog.drop(lambda e: id(e) in deleted_ids)
         for e in deleted:
-            self.mark_settled(e)
+            self._mark_settled(e)
         self._start_commit()
 
-    def find_held(self, delivery: Delivery) -> BufferedMessage | None:
-        """Return the delivery's message, or None if its token is outdated or its partition lost."""
-        e = self.handed_out.get(delivery.position)
-        return e if e is not None and e.token == delivery.token and not e.part.lost else None
+    def holds(self, d: Delivery) -> bool:
+        """Return True if the delivery's token is valid and its partition is not lost."""
+        e = self.handed_out.get(d.position)
+        return e is not None and e.token == d.token and not e.part.lost
+
+    def release_all(self, holder: object) -> None:
+        """Return the unsettled deliveries of a subscription to the backlog."""
+        for e in list(self.handed_out.values()):
+            if e.holder is holder and not e.settling:
+                self._return_to_backlog(e)
 
     # -- settling ----------------------------------------------------------------------------------
 
-    def acknowledge(
+    async def settle(self, items: Sequence[tuple[Delivery, Outcome]]) -> list[bool]:
+        """Settle deliveries. The result is False if the lease was lost."""
+        parts, others = self._acknowledge(items)
+        finished = len(others) < len(items) - parts.count(None)
+        if others:
+            finished = await self._settle_others(others) or finished
+        if finished:
+            await self._commit()
+        return [part is not None and part.commit_confirmed for part in parts]
+
+    def _acknowledge(
         self, items: Sequence[tuple[Delivery, Outcome]]
     ) -> tuple[list[Partition | None], list[tuple[BufferedMessage, Outcome]]]:
         """Settle the acks, and mark all other items as being settled.
@@ -242,18 +238,61 @@ class GroupReader:
                 self.backlog.free_key(e.key)
         return parts, others
 
-    def mark_settled(self, e: BufferedMessage) -> None:
-        """Mark the message as settled. The next `commit` commits it."""
+    async def _settle_others(self, others: Sequence[tuple[BufferedMessage, Outcome]]) -> bool:
+        """Settle items that are not acks. Return True if some of them must be committed."""
+        now = self.clock.now()
+        returned: list[tuple[BufferedMessage, float]] = []
+        copied: list[BufferedMessage] = []
+        copies: list[Message] = []
+        for e, outcome in others:
+            delay = outcome.delay if isinstance(outcome, Retry) else 0.0
+            if isinstance(outcome, Dead):
+                headers = {
+                    **e.headers,
+                    "penstock-reason": outcome.reason,
+                    "penstock-position": str(e.position),
+                }
+                copies.append(compose(self.plan.dead, msgspec.structs.replace(e, headers=headers)))
+            elif (server_topic := self.plan.retry_topic_for(delay)) is not None:
+                copies.append(self._retry_message(e, server_topic, now + delay))
+            else:
+                returned.append((e, now + delay if delay > 0 else 0.0))
+                continue
+            copied.append(e)
+        try:
+            answers = await self._producer.send(copies)
+        finally:
+            for e, _ in others:
+                e.settling = False
+        if answers.count(Published.OK) < len(copies):
+            raise StoreUnavailable(
+                "Kafka did not confirm a retry or a dead letter",
+                hint="check that all Kafka servers are up: the settle is retried automatically",
+            )
+        for e, due in returned:
+            self._return_to_backlog(e, due)
+        for e in copied:
+            self._mark_settled(e)
+        return bool(copied)
+
+    def _retry_message(
+        self, e: BufferedMessage, server_topic: ServerTopic, not_before: float
+    ) -> Message:
+        return compose(
+            server_topic.name, e, not_before=not_before, group=self.group, priority=e.priority
+        )
+
+    def _mark_settled(self, e: BufferedMessage) -> None:
+        """Mark the message as settled. The next commit includes it."""
         part = e.part
         if self._remove_handed_out(e):
             del part.window.open[e.offset]
             part.settled_count += 1
             part.settled_bytes += len(e.body) + MESSAGE_OVERHEAD
             self._uncommitted.add(part)
-            if self.plan.ordered:
-                self.backlog.free_key(e.key)
+            self.backlog.free_key(e.key)
 
-    def return_to_backlog(self, e: BufferedMessage, due: float = 0.0) -> None:
+    def _return_to_backlog(self, e: BufferedMessage, due: float = 0.0) -> None:
         """Return the message to the backlog, ready now or at `due`.
 
         If its partition is being revoked, the next owner of the partition receives the message.
@@ -261,17 +300,12 @@ class GroupReader:
         part = e.part
         if self._remove_handed_out(e):
             if e.holder is not None:  # a new token, so that the old delivery cannot be settled
-                e = msgspec.structs.replace(
-                    e, token=part.token | next(self._serial), settling=False, holder=None
-                )
+                e = msgspec.structs.replace(e, token=part.token | next(self._serial), holder=None)
                 part.window.open[e.offset] = e
             e.due = due
             if not part.leaving:
                 self.backlog.put(e, first=True)
                 self.backlog.free_key(e.key)
-                self.consumer.busy = bool(
-                    self.handed_out or self._uncommitted or self._commit_in_progress is not None
-                )
                 self._set_timer()
                 self._changed.set()
 
@@ -288,7 +322,7 @@ class GroupReader:
             self._revocation_progress.set()
         return True
 
-    async def commit(self) -> None:
+    async def _commit(self) -> None:
         """Commit all messages that are settled so far, and wait until Kafka confirms the commit.
 
         With `commit_interval`, only schedule the commit. Raises StoreUnavailable if no confirmation
@@ -302,15 +336,13 @@ class GroupReader:
         future: asyncio.Future[None] = self._loop.create_future()
         self._commit_waiters.append(future)
         self._start_commit()
-        try:
-            async with asyncio.timeout(self.settings.timeout):
-                await future
-        except TimeoutError:
+        confirmed, _ = await asyncio.wait([future], timeout=self.settings.timeout)
+        if not confirmed:
             raise unavailable_error(
                 self.settings,
                 self.consumer.outage or KafkaError(KafkaError._TIMED_OUT),
                 f"committing {self.plan.topic}",
-            ) from None
+            )
 
     def _start_commit(self) -> None:
         """Start a commit, unless one is in progress. The next commit includes later settles."""
@@ -323,11 +355,11 @@ class GroupReader:
         request = self._commit_request_for(part for part in self._uncommitted if not part.lost)
         self._uncommitted.clear()
         waiting, self._commit_waiters = self._commit_waiters, []
-        if request and not self._ended.done():
+        if request and not self.ended.done():
             self._commit_in_progress = waiting
             self._commit_request, self._commit_started_at = request, self._loop.time()
             self.consumer.commit_requests.append(request)
-            self.consumer.wake()
+            self.consumer.wakeup.set()
         else:
             _resolve(waiting)
 
@@ -350,7 +382,6 @@ class GroupReader:
             _resolve(waiting)
             if self._commit_waiters or self._uncommitted:
                 self._start_commit()
-            self.consumer.busy = bool(self.handed_out or self._commit_in_progress is not None)
             return
         if error.code() == KafkaError.OFFSET_METADATA_TOO_LARGE:
             self._metadata_accepted = False
@@ -369,10 +400,6 @@ class GroupReader:
         self._assigned.set()
         for part in parts:
             self.partitions[part.topic_partition] = part
-        if self._retention_timer is None:
-            self._retention_timer = self._loop.call_later(
-                RETENTION_CHECK_INTERVAL, self._check_retention
-            )
 
     def on_messages(self, runs: Sequence[Run]) -> None:
         now, n = self.clock.now(), self.backlog.ready
@@ -430,26 +457,38 @@ class GroupReader:
         The topic was recreated, or a server lost its newest messages. The recorded offsets belong
         to other messages now.
         """
-        self.backlog.drop(lambda e: e.part is part)
-        for where in [where for where, e in self.handed_out.items() if e.part is part]:
-            self.backlog.free_key(self.handed_out.pop(where).key)
+        self._drop_messages({part})
         part.settled_count += len(part.window)
         part.settled_bytes += sum(len(e.body) + MESSAGE_OVERHEAD for e in part.window.open.values())
         part.window, part.last_watermark = Window(part.window.epoch, offset), offset
 
+    def _drop_messages(self, parts: set[Partition]) -> None:
+        """Drop the buffered messages and the deliveries of these partitions."""
+        self.backlog.drop(lambda e: e.part in parts)
+        for e in [e for e in self.handed_out.values() if e.part in parts]:
+            del self.handed_out[e.position]
+            self.backlog.free_key(e.key)
+
     def _schedule(self, e: BufferedMessage, now: float) -> None:
         """Make the message ready if it is due. Otherwise delay it here or in a retry topic."""
-        left = e.not_before - now
-        e.due = 0.0
-        if left > 0:
-            if self.plan.retry_topic_for(left) is not None:
-                self._start_forwarding(e)
-                return
-            e.due = e.not_before
+        retry_topic = self.plan.retry_topic_for(e.not_before - now)
+        if retry_topic is not None:
+            self._start_task(self._forward_early(e, retry_topic))
+            return
+        e.due = e.not_before if e.not_before > now else 0.0
         self.backlog.put(e)
 
-    def _start_forwarding(self, e: BufferedMessage) -> None:
-        task = self._loop.create_task(self._forward_early(self, e))
+    async def _forward_early(self, e: BufferedMessage, retry_topic: ServerTopic) -> None:
+        """Move a message that is not due to the next retry topic, then settle it here."""
+        answers = await self._producer.send([self._retry_message(e, retry_topic, e.not_before)])
+        if answers == [Published.OK]:
+            self._mark_settled(e)
+            await self._commit()
+        else:
+            self._return_to_backlog(e, self.clock.now() + 1.0)  # then it is forwarded again
+
+    def _start_task(self, work: Coroutine[None, None, None]) -> None:
+        task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -476,14 +515,12 @@ class GroupReader:
 
     # -- leaving -----------------------------------------------------------------------------------
 
-    def on_revoking(self, at: Sequence[tuple[str, int]], answer: Future[CommitRequest]) -> None:
+    def on_revoking(self, at: Sequence[TopicAndPartition], answer: Future[CommitRequest]) -> None:
         parts = [self.partitions[a] for a in at if a in self.partitions]
         for part in parts:
             part.leaving = True
         self.backlog.drop(lambda e: e.part.leaving)
-        task = self._loop.create_task(self._finish_revocation(parts, answer))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._start_task(self._finish_revocation(parts, answer))
 
     async def _finish_revocation(
         self, parts: Sequence[Partition], answer: Future[CommitRequest]
@@ -498,69 +535,64 @@ class GroupReader:
             and (left := until - self._loop.time()) > 0
         ):
             self._revocation_progress.clear()
-            try:
-                async with asyncio.timeout(left):
-                    await self._revocation_progress.wait()
-            except TimeoutError:
-                pass
+            await _is_set(self._revocation_progress, left)
         last = self._commit_request_for(parts)
-        self.on_lost([part.topic_partition for part in parts])
+        self._give_up([part.topic_partition for part in parts])
         if not answer.cancelled():
             answer.set_result(last)
 
-    def on_lost(self, at: Sequence[tuple[str, int]]) -> None:
+    def _give_up(self, at: Iterable[TopicAndPartition]) -> None:
         parts = {part for a in at if (part := self.partitions.pop(a, None)) is not None}
+        self._drop_messages(parts)
         for part in parts:
             part.lost = part.leaving = True
-            part.commit_confirmed = False  # until `on_revoked` reports the last commit
-        self._uncommitted -= parts
-        self.backlog.drop(lambda e: e.part.lost)
-        for where in [where for where, e in self.handed_out.items() if e.part in parts]:
-            self.backlog.free_key(self.handed_out.pop(where).key)
-        for part in parts:
+            part.commit_confirmed = False  # until `on_lost` reports the last commit
             part.window.open.clear()
+        self._uncommitted -= parts
         self._revocation_progress.set()
         self._changed.set()
 
-    def on_revoked(self, parts: Sequence[Partition], confirmed: bool) -> None:
-        for part in parts:
+    def on_lost(
+        self, at: Sequence[TopicAndPartition], committed: Sequence[Partition], confirmed: bool
+    ) -> None:
+        self._give_up(at)
+        for part in committed:
             part.commit_confirmed = confirmed
         self._start_commit()  # also ends the wait of callers whose partitions are lost
 
     async def close(self) -> None:
         """Commit the settled messages, leave the group, and wait until the consumer has ended."""
         self.consumer.closing = True
-        self.consumer.wake()
-        await self._ended
+        self.consumer.wakeup.set()
+        await self.ended
 
     def on_ended(self, error: KafkaError | None) -> None:
         self.consumer.outage = error or self.consumer.outage
-        self.consumer.busy = False
-        self.on_lost(list(self.partitions))
+        self._give_up(list(self.partitions))
         _resolve(self._commit_waiters + (self._commit_in_progress or []))
         self._commit_waiters, self._commit_in_progress = [], None
-        for handle in (self._timer, self._retention_timer):
-            if handle is not None:
-                handle.cancel()
+        self._retention_timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         for task in self._tasks:
             task.cancel()
         self._assigned.set()
         self._changed.set()
-        if not self._ended.done():
-            self._ended.set_result(None)
+        if not self.ended.done():  # a cancelled `close` has cancelled it
+            self.ended.set_result(None)
 
     # -- retention ---------------------------------------------------------------------------------
 
     def _check_retention(self) -> None:
         for at, text in self.alarms().items():
-            if at not in self.warnings:
+            if at not in self._warned:
                 _log.warning("%s", text)
-            self.warnings[at] = text
+            self._warned.add(at)
         self._retention_timer = self._loop.call_later(
             RETENTION_CHECK_INTERVAL, self._check_retention
         )
 
-    def alarms(self) -> dict[tuple[str, int], str]:
+    def alarms(self) -> dict[TopicAndPartition, str]:
         """Return a warning for each partition that is too far behind.
 
         The oldest unsettled message of such a partition is older than half of the retention.
@@ -568,7 +600,7 @@ class GroupReader:
         now, found = self.clock.now(), {}
         for at, part in self.partitions.items():
             oldest = part.window.open.get(part.window.watermark)
-            keep = self.retention.get(part.server_topic.name, self.settings.retention)
+            keep = self._retention.get(part.server_topic.name, self.settings.retention)
             if oldest is not None and keep > 0 and now - oldest.published_at > keep / 2:
                 found[at] = (
                     f"{part.server_topic.name}, partition {part.number}: group {self.group} is"
@@ -582,5 +614,13 @@ class GroupReader:
 
 def _resolve(futures: Sequence[asyncio.Future[None]]) -> None:
     for future in futures:
-        if not future.done():
-            future.set_result(None)
+        future.set_result(None)
+
+
+async def _is_set(event: asyncio.Event, timeout: float) -> bool:
+    """Wait until the event is set. Return False if the timeout ends first."""
+    try:
+        async with asyncio.timeout(timeout):
+            return await event.wait()
+    except TimeoutError:
+        return False

@@ -11,6 +11,7 @@ from typing import Any
 
 from confluent_kafka import Consumer, KafkaException, TopicPartition
 
+from penstock.brokers.kafka.topics import TopicAndPartition
 from penstock.brokers.kafka.url import Settings, unavailable_error
 from penstock.stores.kafka_access import error_of
 
@@ -19,9 +20,10 @@ from penstock.stores.kafka_access import error_of
 _POLL_WAIT = 0.2
 
 
-def read(
-    settings: Settings, spans: Mapping[tuple[str, int], tuple[int, int]], limit: int
-) -> Iterator[Any]:
+Spans = Mapping[TopicAndPartition, tuple[int, int]]  # first offset, and the offset after the last
+
+
+def read(settings: Settings, spans: Spans, limit: int) -> Iterator[Any]:
     """Yield messages of these partitions, each from its first offset to before its second.
 
     Yields at most `limit` messages of each partition. Messages of different partitions are in no

@@ -15,6 +15,7 @@ from penstock.brokers.kafka.entries import MESSAGE_OVERHEAD, BufferedMessage, Pa
 from penstock.brokers.kafka.producer import Message
 from penstock.brokers.kafka.topics import NORMAL
 from penstock.model import mint
+from penstock.ports import Delivery, Out
 from penstock.rules.priority import class_of
 
 ID, NOT_BEFORE, GROUP, PRIORITY = (
@@ -27,30 +28,27 @@ ID, NOT_BEFORE, GROUP, PRIORITY = (
 
 def compose(
     topic: str,
-    id_: str,
-    key: str,
-    body: bytes,
-    headers: Mapping[str, str],
+    m: Out | Delivery,
     *,
     not_before: float = 0.0,
     group: str = "",
     priority: int = NORMAL,
 ) -> Message:
-    """Compose a message.
+    """Compose a copy of the message for a server-side topic.
 
     `group` is the only group that gets the message, or "" for all. `priority` is needed for topics
     that hold several priority classes.
     """
-    extra: dict[str, str | bytes | None] = {ID: id_}
+    extra: dict[str, str | bytes | None] = {ID: m.id}
     if not_before:
         extra[NOT_BEFORE] = repr(not_before)
     if priority != NORMAL:
         extra[PRIORITY] = str(priority)
     if group:
         extra[GROUP] = group
-    if headers:
-        extra |= headers
-    return topic, body, key if key.isascii() else key.encode("utf-8", "surrogatepass"), extra
+    extra |= m.headers
+    key = m.key if m.key.isascii() else m.key.encode("utf-8", "surrogatepass")
+    return topic, m.body, key, extra
 
 
 def read_runs(
