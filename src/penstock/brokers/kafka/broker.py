@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from operator import attrgetter
 from typing import Any, TypeVar
 
 import msgspec
 
-from penstock.brokers.kafka.entries import BufferedMessage, Partition
+from penstock.brokers.kafka.entries import BufferedMessage
 from penstock.brokers.kafka.group_reader import GroupReader
 from penstock.brokers.kafka.history import Spans, read
-from penstock.brokers.kafka.message import ID, compose, read_message
+from penstock.brokers.kafka.message import ID, compose
 from penstock.brokers.kafka.producer import BatchProducer, Message
 from penstock.brokers.kafka.topics import (
     NORMAL,
@@ -42,8 +41,7 @@ from penstock.ports import (
     Subscription,
     TopicSpec,
 )
-from penstock.rules.priority import LOWEST
-from penstock.rules.watermark import Window
+from penstock.rules.priority import LOWEST, class_of
 from penstock.stores.context import Context
 
 T = TypeVar("T")
@@ -59,7 +57,6 @@ CAPS = Capabilities(
     transactional=False,
     lease="connection",
 )
-_topic_of = attrgetter("topic")
 _ENVELOPE_BYTES = 65536  # bytes reserved for the headers, key and framing of a message
 
 
@@ -72,12 +69,10 @@ class KafkaBroker:
         self.topics = Topics(settings, namespace)
         self.producer = BatchProducer(settings)
         self._readers: dict[tuple[str, str], GroupReader] = {}
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kafka-admin")
 
     async def _run_admin(self, work: Callable[..., T], *args: Any) -> T:
         """Run a blocking call to the servers in the admin thread, one at a time."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="kafka-admin")
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
     async def layout(self, topic: str) -> Layout:
@@ -90,32 +85,22 @@ class KafkaBroker:
         return await self._run_admin(self.topics.ensure, topology)
 
     async def publish(self, batch: Sequence[Out]) -> Sequence[Published]:
-        for topic in set(map(_topic_of, batch)) - self.topics.layouts.keys():
+        for topic in {m.topic for m in batch} - self.topics.layouts.keys():
             await self.layout(topic)
-        return await self.producer.send(list(self._compose_all(batch, self.clock.now())))
+        now = self.clock.now()
+        return await self.producer.send([self._compose(m, now) for m in batch])
 
-    def _compose_all(self, batch: Sequence[Out], now: float) -> Iterator[Message]:
-        topic, plan = "", None
-        names: tuple[str, ...] = ()
-        for m in batch:
-            if m.topic != topic or plan is None:
-                topic, plan = m.topic, self.topics.layouts[m.topic]
-                names = plan.names
-            priority, key = m.priority, m.key
-            if m.not_before > now or not 0 <= priority <= LOWEST or m.headers or not key.isascii():
-                yield self._compose_special(plan, m, now)
-            else:  # nearly all messages
-                yield names[priority], m.body, key, {ID: m.id}
-
-    def _compose_special(self, plan: Layout, m: Out, now: float) -> Message:
-        """Compose a message with a due time, an unknown priority, headers or a non-ASCII key."""
-        server_topic = plan.for_priority(m.priority)
-        if m.not_before <= now:
-            return compose(server_topic.name, m)
+    def _compose(self, m: Out, now: float) -> Message:
+        plan, due = self.topics.layouts[m.topic], m.not_before <= now
+        if due and 0 <= m.priority <= LOWEST and not m.headers and m.key.isascii():
+            return plan.names[m.priority], m.body, m.key, {ID: m.id}  # nearly all messages
+        priority = class_of(m.priority)
+        if due:
+            return compose(plan.names[priority], m)
         level = plan.retry_topic_for(m.not_before - now)
         if level is None:
-            return compose(server_topic.name, m, not_before=m.not_before)
-        return compose(level.name, m, not_before=m.not_before, priority=server_topic.priority)
+            return compose(plan.names[priority], m, not_before=m.not_before)
+        return compose(level.name, m, not_before=m.not_before, priority=priority)
 
     # -- receiving ---------------------------------------------------------------------------------
 
@@ -134,11 +119,11 @@ class KafkaBroker:
                 self.settings,
                 plan,
                 group,
-                self.topics.group_id(topic, group),
                 self.clock,
+                self.producer,
+                self.topics.retention,
+                group_id=self.topics.group_id(topic, group),
                 lease=lease,
-                producer=self.producer,
-                retention=self.topics.retention,
             )
         return reader
 
@@ -178,9 +163,8 @@ class KafkaBroker:
         dead = await self._run_admin(
             self.topics.bounds, [plan.dead] if plan.dead != plan.names[NORMAL] else []
         )
-        oldest = await self._run_admin(
-            self._oldest, {at: (r.start, r.end) for at, r in due.items() if r.lag}
-        )
+        first = await self._read(plan, {at: (r.start, r.end) for at, r in due.items() if r.lag}, 1)
+        oldest = min((e.published_at for e in first), default=None)
         return Stats(
             ready=max(0, ready - in_flight),
             delayed=sum(r.lag for at, r in lags.items() if at not in due) + waiting,
@@ -190,8 +174,8 @@ class KafkaBroker:
             exact=False,
         )
 
-    def _oldest(self, spans: Spans) -> float | None:
-        return min((m.timestamp()[1] / 1000 for m in read(self.settings, spans, 1)), default=None)
+    async def _read(self, plan: Layout, spans: Spans, limit: int) -> list[BufferedMessage]:
+        return await self._run_admin(read, self.settings, plan, spans, limit)
 
     async def alarms(self) -> Sequence[str]:
         """Return warnings about unsettled messages that retention will soon delete.
@@ -205,16 +189,13 @@ class KafkaBroker:
     async def peek(self, topic: str, limit: int) -> Sequence[Out]:
         """Return unsettled messages of the topic's first group, oldest first."""
         plan = await self.layout(topic)
-        return await self._run_admin(self._peek, plan, limit)
-
-    def _peek(self, plan: Layout, limit: int) -> list[Out]:
-        lags = self.topics.read_lags(plan, self._first_group(plan.topic))
+        lags = await self._run_admin(self.topics.read_lags, plan, self._first_group(topic))
         spans = {at: (r.start, r.end) for at, r in lags.items()}
         settled = max((len(r.ahead) for r in lags.values()), default=0)
         found = [
-            _decode(plan, m)
-            for m in read(self.settings, spans, limit + settled)
-            if m.offset() not in lags[m.topic(), m.partition()].ahead
+            e
+            for e in await self._read(plan, spans, limit + settled)
+            if e.offset not in lags[e.part.topic_partition].ahead
         ]
         found.sort(key=lambda e: (e.published_at, *e.part.topic_partition, e.offset))
         return [
@@ -236,17 +217,13 @@ class KafkaBroker:
 
     async def purge(self, topic: str) -> int:
         plan = await self.layout(topic)
-        removed, ends = await self._run_admin(self._purge, plan)
+        lags = await self._run_admin(self.topics.read_lags, plan, self._first_group(topic))
+        ends = {at: r.end for at, r in lags.items() if r.end > r.low}
+        await self._run_admin(self.topics.delete_before, ends)
         for (name, _), reader in self._readers.items():
             if name == topic:
                 reader.drop_deleted(ends)
-        return removed
-
-    def _purge(self, plan: Layout) -> tuple[int, dict[TopicAndPartition, int]]:
-        lags = self.topics.read_lags(plan, self._first_group(plan.topic))
-        ends = {at: r.end for at, r in lags.items() if r.end > r.low}
-        self.topics.delete_before(ends)
-        return sum(r.lag for r in lags.values()), ends
+        return sum(r.lag for r in lags.values())
 
     # -- history -----------------------------------------------------------------------------------
 
@@ -273,7 +250,7 @@ class KafkaBroker:
             if r.topic in plan.names
         }
         if offsets is not None:
-            bare = plan.for_priority(NORMAL).name
+            bare = plan.names[NORMAL]
             starts = {
                 at: min(max(offset, r.low), r.end)
                 for p, offset in offsets.items()
@@ -319,19 +296,11 @@ class KafkaBroker:
                 at: (part.window.watermark, part.window.ahead)
                 for at, part in reader.partitions.items()
             }
-
-        def read_settled() -> list[Message]:
-            copies = []
-            for m in read(self.settings, spans, 1 << 60):
-                start, ahead = known[m.topic(), m.partition()]
-                e = _decode(plan, m)
-                if (e.offset < start or e.offset in ahead) and e.target_group in ("", group):
-                    copies.append(
-                        compose(plan.retries[0].name, e, group=group, priority=e.priority)
-                    )
-            return copies
-
-        copies = await self._run_admin(read_settled)
+        copies = []
+        for e in await self._read(plan, spans, 1 << 60):
+            watermark, ahead = known[e.part.topic_partition]
+            if (e.offset < watermark or e.offset in ahead) and e.target_group in ("", group):
+                copies.append(compose(plan.retries[0].name, e, group=group, priority=e.priority))
         for i in range(0, len(copies), 1000):
             answers = await self.producer.send(copies[i : i + 1000])
             if set(answers) != {Published.OK}:
@@ -345,9 +314,7 @@ class KafkaBroker:
         readers, self._readers = list(self._readers.values()), {}
         await asyncio.gather(*(reader.close() for reader in readers))
         await self.producer.close()
-        if self._thread is not None:
-            self._thread.shutdown(wait=False)
-            self._thread = None
+        self._thread.shutdown(wait=False)
 
 
 class KafkaSubscription:
@@ -386,11 +353,6 @@ class KafkaSubscription:
         """Release unsettled deliveries, for the other subscriptions of this process."""
         if self._reader is not None:
             self._reader.release_all(self)
-
-
-def _decode(plan: Layout, m: Any) -> BufferedMessage:
-    """Decode a message that was read without a consumer group."""
-    return read_message(m, Partition(plan, m.topic(), m.partition(), Window(0, 0), ""))
 
 
 def open_broker(url: str, context: Context) -> KafkaBroker:

@@ -15,14 +15,14 @@ import asyncio
 import itertools
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
+from penstock.brokers.kafka.commits import CommitAnswer, CommitRequest
 from penstock.brokers.kafka.entries import BufferedMessage, Partition
 from penstock.brokers.kafka.message import read_runs
 from penstock.brokers.kafka.topics import TopicAndPartition
@@ -61,7 +61,6 @@ _OUTAGES = (
 # Numbers all assignments of this process, so that a token of an earlier reader never equals a
 # token of a later one.
 _epochs = itertools.count(1)
-CommitRequest = list[tuple[Partition, int, str]]  # partition, watermark and metadata to commit
 
 
 class GroupConsumer:
@@ -71,20 +70,21 @@ class GroupConsumer:
     `closing` is set, the consumer leaves the group and calls `on_ended`.
     """
 
-    def __init__(self, reader: GroupReader, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, reader: GroupReader, loop: asyncio.AbstractEventLoop, group_id: str, lease: float
+    ) -> None:
         self._reader, self._loop = reader, loop
-        self.commit_requests: deque[CommitRequest] = deque()
-        # Wakes the thread for a waiting receive call, a commit request or the end.
-        self.wakeup = threading.Event()
+        self._group_id, self._lease = group_id, lease
+        self._commits, self._wakeup = reader.commits, reader.wakeup
         self.closing = self.abandoned = False
         self.outage: KafkaError | None = None
-        self._commit_in_progress: CommitRequest = []
+        self._commit_in_progress: CommitAnswer | None = None
         self._partitions: dict[TopicAndPartition, Partition] = {}
         # partitions that are paused or have received messages since the last check
         self._backpressure_checks: set[Partition] = set()
         self._newly_assigned = False
         self._last_probe = self._last_activity = 0.0
-        threading.Thread(target=self._run, name=f"kafka-{reader.group_id}", daemon=True).start()
+        threading.Thread(target=self._run, name=f"kafka-{group_id}", daemon=True).start()
 
     def _call_in_loop(self, call: Callable[..., Any], *args: Any) -> None:
         try:
@@ -116,7 +116,7 @@ class GroupConsumer:
     def _configuration(self) -> dict[str, Any]:
         s = self._reader.settings
         conf: dict[str, Any] = {
-            "group.id": self._reader.group_id,
+            "group.id": self._group_id,
             "enable.auto.commit": False,
             "enable.auto.offset.store": False,
             "auto.offset.reset": "earliest",
@@ -130,7 +130,7 @@ class GroupConsumer:
         if s.protocol == "consumer":
             conf["group.protocol"] = "consumer"
         else:
-            session = int(1000 * (s.session or max(6.0, self._reader.lease)))
+            session = int(1000 * (s.session or max(6.0, self._lease)))
             conf |= {
                 "partition.assignment.strategy": "cooperative-sticky",
                 "session.timeout.ms": session,
@@ -140,23 +140,23 @@ class GroupConsumer:
         return s.client() | conf | s.rdkafka
 
     def _poll_once(self, consumer: Consumer) -> None:
-        self.wakeup.clear()  # before the conditions are read that the event announces
+        self._wakeup.clear()  # before the conditions are read that the event announces
         quiet = time.monotonic() - self._last_activity
         poll_timeout = (
             _IDLE_POLL
-            if not (self._reader.commit_likely or quiet < _BUSY_PERIOD)
+            if not (self._reader.handed_out or self._commits.uncommitted or quiet < _BUSY_PERIOD)
             else min(max(_MIN_BUSY_POLL, quiet / 8), _MAX_BUSY_POLL)
         )
         if self._partitions and not (
             self._reader.receivers_waiting
-            or self.commit_requests
-            or self._commit_in_progress
+            or self._commits.requests
+            or self._commit_in_progress is not None
             or self.closing
         ):
             # No call waits for the thread. Polling only keeps the group membership.
             poll_timeout = 0
-            self.wakeup.wait(_IDLE_POLL)
-        messages = consumer.consume(1, 0 if self.commit_requests else poll_timeout)
+            self._wakeup.wait(_IDLE_POLL)
+        messages = consumer.consume(1, 0 if self._commits.requests else poll_timeout)
         if messages:
             messages += consumer.consume(
                 MAX_POLL_MESSAGES - 1, _FIRST_BATCH_WAIT if self._newly_assigned else 0
@@ -170,9 +170,9 @@ class GroupConsumer:
                 self._call_in_loop(self._reader.on_messages, runs)
         elif self.outage is not None and time.monotonic() > self._last_probe + _PROBE_INTERVAL:
             self._probe(consumer)
-        while self.commit_requests:
+        while self._commits.requests:
             self._last_activity = time.monotonic()
-            self._start_commit(consumer, self.commit_requests.popleft())
+            self._start_commit(consumer, *self._commits.requests.popleft())
         if self._backpressure_checks:
             self._apply_backpressure(consumer)
 
@@ -184,26 +184,27 @@ class GroupConsumer:
             if self._partitions.get(part.topic_partition) is part
         ]
 
-    def _start_commit(self, consumer: Consumer, request: CommitRequest) -> None:
+    def _start_commit(
+        self, consumer: Consumer, request: CommitRequest, answer: CommitAnswer
+    ) -> None:
         offsets = self._offsets_of(request)
         if not offsets:
-            self._call_in_loop(self._reader.on_committed, request, None)
+            self._call_in_loop(answer.set_result, None)
             return
-        self._commit_in_progress = request
+        self._commit_in_progress = answer
         try:
             consumer.commit(offsets=offsets, asynchronous=True)
         except KafkaException as e:
-            self._commit_in_progress = []
-            self._call_in_loop(self._reader.on_committed, request, error_of(e))
+            self._on_commit(error_of(e), ())
 
     def _on_commit(self, error: KafkaError | None, partitions: Sequence[TopicPartition]) -> None:
-        request, self._commit_in_progress = self._commit_in_progress, []
-        if not request:
+        answer, self._commit_in_progress = self._commit_in_progress, None
+        if answer is None:
             return
         failure = error or next((tp.error for tp in partitions if tp.error is not None), None)
         if failure is None:
             self.outage = None
-        self._call_in_loop(self._reader.on_committed, request, failure)
+        self._call_in_loop(answer.set_result, failure)
 
     def _apply_backpressure(self, consumer: Consumer) -> None:
         """Pause or resume each partition by its unsettled messages: count, size, offset range.
@@ -268,15 +269,14 @@ class GroupConsumer:
     def _on_revoke(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         at = [(tp.topic, tp.partition) for tp in partitions]
         last: CommitRequest = []
-        if not self.abandoned:
-            answer: Future[CommitRequest] = Future()
-            self._call_in_loop(self._reader.on_revoking, at, answer)
+        if not (self.abandoned or self._loop.is_closed()):
+            work = asyncio.run_coroutine_threadsafe(self._reader.on_revoking(at), self._loop)
             try:
-                last = answer.result(self._reader.settings.grace + 5)
-            except TimeoutError:
-                # The event loop is stuck. Its later settles are refused, and Kafka redelivers
-                # the messages.
-                answer.cancel()
+                last = work.result(self._reader.settings.grace + 5)
+            except (TimeoutError, CancelledError):
+                # The event loop is stuck or ends. Its later settles are refused, and Kafka
+                # redelivers the messages.
+                work.cancel()
         offsets, confirmed = self._offsets_of(last), True
         if offsets:
             try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from penstock.brokers.kafka.topics import Layout, position
 from penstock.ports import Delivery
@@ -70,6 +70,24 @@ class Partition:
         self.lost = False  # another worker owns the partition
         # False if the partition was lost before the last commit was confirmed
         self.commit_confirmed = True
+
+    def count_settled(self, messages: Collection[BufferedMessage]) -> None:
+        self.settled_count += len(messages)
+        self.settled_bytes += sum(len(e.body) + MESSAGE_OVERHEAD for e in messages)
+
+    def retention_alarm(self, now: float, keep: float) -> str:
+        """Return a warning if the oldest unsettled message is older than half of the retention.
+
+        `keep` is the retention in seconds, negative for ever. Return "" if there is no warning.
+        """
+        oldest = self.window.open.get(self.window.watermark)
+        if keep <= 0 or oldest is None or now - oldest.published_at <= keep / 2:
+            return ""
+        return (
+            f"{self.server_topic.name}, partition {self.number}: group {self.group} is"
+            f" {(now - oldest.published_at) / 3600:.1f} h behind and retention deletes after"
+            f" {keep / 3600:.1f} h, even unread messages: start more workers, or raise retention.ms"
+        )
 
 
 class BufferedMessage(  # type: ignore[misc]
@@ -224,11 +242,11 @@ class Backlog:
                     break
                 key = c.rotation.popleft()
                 queue = c.keys[key]
-                n = 1 if self.ordered else min(share, end - len(got), len(queue))
                 if self.ordered and queue[0].due > now:
                     self._busy_keys.add(key)
                     heapq.heappush(self._delayed, (queue[0].due, next(self._sequence), queue[0]))
                     continue
+                n = 1 if self.ordered else min(share, end - len(got), len(queue))
                 if per_key is not None:
                     n = min(n, per_key - taken.get(key, 0))
                     if n <= 0:
@@ -237,15 +255,13 @@ class Backlog:
                     taken[key] = taken.get(key, 0) + n
                 if n == len(queue):
                     got.extend(queue)
-                    queue.clear()
+                    del c.keys[key]
                 else:
                     got.extend([queue.popleft() for _ in range(n)])
+                    if not self.ordered:
+                        c.rotation.append(key)
                 if self.ordered:
                     self._busy_keys.add(key)
-                elif queue:
-                    c.rotation.append(key)
-                if not queue:
-                    del c.keys[key]
         c.rotation.extend(skipped)
 
     def drop(self, unwanted: Callable[[BufferedMessage], bool]) -> None:

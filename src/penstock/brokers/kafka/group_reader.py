@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import threading
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 
 import msgspec
 from confluent_kafka import KafkaError
 
-from penstock.brokers.kafka.consumer import CommitRequest, GroupConsumer
+from penstock.brokers.kafka.commits import CommitRequest, Commits
+from penstock.brokers.kafka.consumer import GroupConsumer
 from penstock.brokers.kafka.entries import (
     MESSAGE_OVERHEAD,
     Backlog,
@@ -22,9 +23,9 @@ from penstock.brokers.kafka.entries import (
     Partition,
     Run,
 )
-from penstock.brokers.kafka.message import compose
+from penstock.brokers.kafka.message import dead_letter, retry
 from penstock.brokers.kafka.producer import BatchProducer, Message
-from penstock.brokers.kafka.topics import Layout, ServerTopic, TopicAndPartition
+from penstock.brokers.kafka.topics import Layout, TopicAndPartition
 from penstock.brokers.kafka.url import Settings, unavailable_error
 from penstock.errors import StoreUnavailable
 from penstock.model import Ack, Dead, Outcome, Retry
@@ -52,21 +53,14 @@ class GroupReader:
         settings: Settings,
         plan: Layout,
         group: str,
-        group_id: str,
         clock: Clock,
-        *,
-        lease: float,
         producer: BatchProducer,
         retention: Mapping[str, float],
+        *,
+        group_id: str,
+        lease: float,
     ) -> None:
-        self.settings, self.plan, self.group, self.group_id, self.clock, self.lease = (
-            settings,
-            plan,
-            group,
-            group_id,
-            clock,
-            lease,
-        )
+        self.settings, self.plan, self.group, self.clock = settings, plan, group, clock
         self._producer = producer
         self._retention = retention  # server-side name -> seconds
         self.backlog = Backlog(ordered=plan.ordered)
@@ -74,35 +68,20 @@ class GroupReader:
         self.handed_out: dict[int, BufferedMessage] = {}  # position -> unsettled delivery
         self._warned: set[TopicAndPartition] = set()  # partitions with a logged retention alarm
         self._loop = asyncio.get_running_loop()
-        self._changed, self._assigned, self._revocation_progress = (
-            asyncio.Event(),
-            asyncio.Event(),
-            asyncio.Event(),
-        )
+        self._changed = asyncio.Event()
+        self._assigned = asyncio.Event()
+        self._revocation_progress = asyncio.Event()
         self.ended: asyncio.Future[None] = self._loop.create_future()
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_due: float | None = None  # when the timer for delayed messages fires
-        self._retention_timer = self._loop.call_later(
-            RETENTION_CHECK_INTERVAL, self._check_retention
-        )
+        self._timer: asyncio.TimerHandle | None = None  # for delayed messages
         self._tasks: set[asyncio.Task[None]] = set()
         self._serial = itertools.count(1)
-        self._uncommitted: set[Partition] = set()  # partitions with settled, uncommitted messages
-        # callers waiting for the next commit
-        self._commit_waiters: list[asyncio.Future[None]] = []
-        # callers waiting for the commit in progress, None if there is no commit in progress
-        self._commit_in_progress: list[asyncio.Future[None]] | None = None
-        self._commit_request: CommitRequest = []  # offsets of the commit in progress
-        self._commit_started_at = 0.0
-        self._metadata_accepted, self._commit_scheduled = True, False
+        self.wakeup = threading.Event()  # wakes the consumer thread
+        self.commits = Commits(settings, plan.topic, self.wakeup)
+        self._start_task(self.commits.run())
+        self._start_task(self._watch_retention())
         self.receivers_waiting = 0
         self._in_burst, self._last_arrival = False, 0.0
-        self.consumer = GroupConsumer(self, self._loop)
-
-    @property
-    def commit_likely(self) -> bool:
-        """Return True if a delivery is unsettled or a settled message is not committed."""
-        return bool(self.handed_out or self._uncommitted) or self._commit_in_progress is not None
+        self.consumer = GroupConsumer(self, self._loop, group_id, lease)
 
     # -- receiving ---------------------------------------------------------------------------------
 
@@ -148,7 +127,7 @@ class GroupReader:
     async def _wait_for_messages(self, timeout: float) -> None:
         """Wake the consumer thread, and wait until it reports something or the timeout ends."""
         self.receivers_waiting += 1
-        self.consumer.wakeup.set()
+        self.wakeup.set()
         self._changed.clear()
         try:
             await _is_set(self._changed, timeout)
@@ -173,11 +152,10 @@ class GroupReader:
             for e in part.window.open.values()
             if e.offset < ends.get(at, 0) and e.holder is None
         ]
-        deleted_ids = set(map(id, deleted))
-        self.backlog.drop(lambda e: id(e) in deleted_ids)
+        self.backlog.drop(lambda e: e.offset < ends.get(e.part.topic_partition, 0))
         for e in deleted:
             self._mark_settled(e)
-        self._start_commit()
+        self.commits.start()
 
     def holds(self, d: Delivery) -> bool:
         """Return True if the delivery's token is valid and its partition is not lost."""
@@ -228,7 +206,7 @@ class GroupReader:
             # Look up the window once per partition: items of one call often share a partition.
             if part is not last or opened is None:
                 last, opened = part, part.window.open
-                self._uncommitted.add(part)
+                self.commits.uncommitted.add(part)
                 if part.leaving:
                     self._revocation_progress.set()
             del handed_out[where], opened[e.offset]
@@ -247,14 +225,9 @@ class GroupReader:
         for e, outcome in others:
             delay = outcome.delay if isinstance(outcome, Retry) else 0.0
             if isinstance(outcome, Dead):
-                headers = {
-                    **e.headers,
-                    "penstock-reason": outcome.reason,
-                    "penstock-position": str(e.position),
-                }
-                copies.append(compose(self.plan.dead, msgspec.structs.replace(e, headers=headers)))
+                copies.append(dead_letter(self.plan.dead, e, outcome.reason))
             elif (server_topic := self.plan.retry_topic_for(delay)) is not None:
-                copies.append(self._retry_message(e, server_topic, now + delay))
+                copies.append(retry(server_topic.name, e, now + delay))
             else:
                 returned.append((e, now + delay if delay > 0 else 0.0))
                 continue
@@ -275,21 +248,13 @@ class GroupReader:
             self._mark_settled(e)
         return bool(copied)
 
-    def _retry_message(
-        self, e: BufferedMessage, server_topic: ServerTopic, not_before: float
-    ) -> Message:
-        return compose(
-            server_topic.name, e, not_before=not_before, group=self.group, priority=e.priority
-        )
-
     def _mark_settled(self, e: BufferedMessage) -> None:
         """Mark the message as settled. The next commit includes it."""
         part = e.part
         if self._remove_handed_out(e):
             del part.window.open[e.offset]
-            part.settled_count += 1
-            part.settled_bytes += len(e.body) + MESSAGE_OVERHEAD
-            self._uncommitted.add(part)
+            part.count_settled([e])
+            self.commits.uncommitted.add(part)
             self.backlog.free_key(e.key)
 
     def _return_to_backlog(self, e: BufferedMessage, due: float = 0.0) -> None:
@@ -325,74 +290,23 @@ class GroupReader:
     async def _commit(self) -> None:
         """Commit all messages that are settled so far, and wait until Kafka confirms the commit.
 
-        With `commit_interval`, only schedule the commit. Raises StoreUnavailable if no confirmation
+        With `commit_interval`, only start the commit. Raises StoreUnavailable if no confirmation
         arrives in time. Then the messages are committed later.
         """
+        confirmed = self.commits.start()
         if self.settings.commit_interval:
-            if not self._commit_scheduled:
-                self._commit_scheduled = True
-                self._loop.call_later(self.settings.commit_interval, self._start_commit)
             return
-        future: asyncio.Future[None] = self._loop.create_future()
-        self._commit_waiters.append(future)
-        self._start_commit()
-        confirmed, _ = await asyncio.wait([future], timeout=self.settings.timeout)
-        if not confirmed:
+        done, _ = await asyncio.wait(
+            (confirmed, self.ended),
+            timeout=self.settings.timeout,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        if not done:
             raise unavailable_error(
                 self.settings,
                 self.consumer.outage or KafkaError(KafkaError._TIMED_OUT),
                 f"committing {self.plan.topic}",
             )
-
-    def _start_commit(self) -> None:
-        """Start a commit, unless one is in progress. The next commit includes later settles."""
-        self._commit_scheduled = False
-        if self._commit_in_progress is not None:
-            # No answer arrived in time: a server failure may have lost it.
-            if self._loop.time() > self._commit_started_at + self.settings.timeout:
-                self.on_committed(self._commit_request, KafkaError(KafkaError._TIMED_OUT))
-            return
-        request = self._commit_request_for(part for part in self._uncommitted if not part.lost)
-        self._uncommitted.clear()
-        waiting, self._commit_waiters = self._commit_waiters, []
-        if request and not self.ended.done():
-            self._commit_in_progress = waiting
-            self._commit_request, self._commit_started_at = request, self._loop.time()
-            self.consumer.commit_requests.append(request)
-            self.consumer.wakeup.set()
-        else:
-            _resolve(waiting)
-
-    def _commit_request_for(self, parts: Iterable[Partition]) -> CommitRequest:
-        request = []
-        for part in parts:
-            part.last_watermark = part.window.watermark
-            request.append(
-                (
-                    part,
-                    part.last_watermark,
-                    part.window.metadata() if self._metadata_accepted else "",
-                )
-            )
-        return request
-
-    def on_committed(self, request: CommitRequest, error: KafkaError | None) -> None:
-        waiting, self._commit_in_progress = self._commit_in_progress or [], None
-        if error is None:
-            _resolve(waiting)
-            if self._commit_waiters or self._uncommitted:
-                self._start_commit()
-            return
-        if error.code() == KafkaError.OFFSET_METADATA_TOO_LARGE:
-            self._metadata_accepted = False
-            _log.warning(
-                "Kafka rejected the commit metadata of %s:"
-                " after a crash, messages settled out of order will be redelivered",
-                self.plan.topic,
-            )
-        self._commit_waiters = waiting + self._commit_waiters
-        self._uncommitted.update(part for part, _, _ in request if not part.lost)
-        self._loop.call_later(0.2, self._start_commit)
 
     # -- arrivals ----------------------------------------------------------------------------------
 
@@ -421,10 +335,10 @@ class GroupReader:
                 for e in entries:
                     self._add_message(part, e, now)
                 part.last_watermark = part.window.watermark
-        self._in_burst, self._last_arrival = (
-            self.backlog.ready - n >= BURST_MESSAGES,
-            self._loop.time(),
-        )
+        if self.commits.uncommitted:  # skipped messages
+            self._loop.call_later(SKIP_COMMIT_DELAY, self.commits.start)
+        self._in_burst = self.backlog.ready - n >= BURST_MESSAGES
+        self._last_arrival = self._loop.time()
         self._set_timer()
         self._changed.set()
 
@@ -435,14 +349,8 @@ class GroupReader:
         if not part.window.add(e.offset, e) or (e.target_group and e.target_group != self.group):
             # Skip the message: it was settled before a restart, or is for another group.
             part.window.settle(e.offset, part.window.epoch)
-            part.settled_count += 1
-            part.settled_bytes += len(e.body) + MESSAGE_OVERHEAD
-            self._uncommitted.add(part)
-            if not self._commit_scheduled:
-                self._commit_scheduled = True
-                self._loop.call_later(
-                    self.settings.commit_interval or SKIP_COMMIT_DELAY, self._start_commit
-                )
+            part.count_settled([e])
+            self.commits.uncommitted.add(part)
             return
         delay = part.server_topic.delay
         if delay is not None and e.published_at + delay > now:
@@ -458,8 +366,7 @@ class GroupReader:
         to other messages now.
         """
         self._drop_messages({part})
-        part.settled_count += len(part.window)
-        part.settled_bytes += sum(len(e.body) + MESSAGE_OVERHEAD for e in part.window.open.values())
+        part.count_settled(part.window.open.values())
         part.window, part.last_watermark = Window(part.window.epoch, offset), offset
 
     def _drop_messages(self, parts: set[Partition]) -> None:
@@ -473,14 +380,14 @@ class GroupReader:
         """Make the message ready if it is due. Otherwise delay it here or in a retry topic."""
         retry_topic = self.plan.retry_topic_for(e.not_before - now)
         if retry_topic is not None:
-            self._start_task(self._forward_early(e, retry_topic))
+            self._start_task(self._forward_early(e, retry_topic.name))
             return
         e.due = e.not_before if e.not_before > now else 0.0
         self.backlog.put(e)
 
-    async def _forward_early(self, e: BufferedMessage, retry_topic: ServerTopic) -> None:
+    async def _forward_early(self, e: BufferedMessage, retry_topic: str) -> None:
         """Move a message that is not due to the next retry topic, then settle it here."""
-        answers = await self._producer.send([self._retry_message(e, retry_topic, e.not_before)])
+        answers = await self._producer.send([retry(retry_topic, e, e.not_before)])
         if answers == [Published.OK]:
             self._mark_settled(e)
             await self._commit()
@@ -493,20 +400,14 @@ class GroupReader:
         task.add_done_callback(self._tasks.discard)
 
     def _set_timer(self) -> None:
-        due = self.backlog.next_due()
-        if due == self._timer_due:
-            return
-        self._timer_due = due
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = (
-            None
-            if due is None
-            else self._loop.call_later(max(0.0, due - self.clock.now()) + 0.001, self._on_timer)
-        )
+        due = self.backlog.next_due()
+        if due is not None:
+            left = max(0.0, due - self.clock.now())
+            self._timer = self._loop.call_later(left + 0.001, self._on_timer)
 
     def _on_timer(self) -> None:
-        self._timer_due = None
         now = self.clock.now()
         for e in self.backlog.pop_due(now):
             self._schedule(e, now)
@@ -515,20 +416,16 @@ class GroupReader:
 
     # -- leaving -----------------------------------------------------------------------------------
 
-    def on_revoking(self, at: Sequence[TopicAndPartition], answer: Future[CommitRequest]) -> None:
+    async def on_revoking(self, at: Sequence[TopicAndPartition]) -> CommitRequest:
+        """Wait up to `grace` seconds for unsettled deliveries, then give the partitions up.
+
+        A delivery in progress may already have sent its request, and redelivery would repeat it.
+        Return what the consumer commits before another member gets the partitions.
+        """
         parts = [self.partitions[a] for a in at if a in self.partitions]
         for part in parts:
             part.leaving = True
         self.backlog.drop(lambda e: e.part.leaving)
-        self._start_task(self._finish_revocation(parts, answer))
-
-    async def _finish_revocation(
-        self, parts: Sequence[Partition], answer: Future[CommitRequest]
-    ) -> None:
-        """Wait up to `grace` seconds for unsettled deliveries, then give the partitions up.
-
-        A delivery in progress may already have sent its request, and redelivery would repeat it.
-        """
         until = self._loop.time() + (0.0 if self.consumer.closing else self.settings.grace)
         while (
             any(e.part in parts for e in self.handed_out.values())
@@ -536,10 +433,9 @@ class GroupReader:
         ):
             self._revocation_progress.clear()
             await _is_set(self._revocation_progress, left)
-        last = self._commit_request_for(parts)
-        self._give_up([part.topic_partition for part in parts])
-        if not answer.cancelled():
-            answer.set_result(last)
+        last = self.commits.request_for(parts)
+        self._give_up(at)
+        return last
 
     def _give_up(self, at: Iterable[TopicAndPartition]) -> None:
         parts = {part for a in at if (part := self.partitions.pop(a, None)) is not None}
@@ -548,7 +444,6 @@ class GroupReader:
             part.lost = part.leaving = True
             part.commit_confirmed = False  # until `on_lost` reports the last commit
             part.window.open.clear()
-        self._uncommitted -= parts
         self._revocation_progress.set()
         self._changed.set()
 
@@ -558,20 +453,16 @@ class GroupReader:
         self._give_up(at)
         for part in committed:
             part.commit_confirmed = confirmed
-        self._start_commit()  # also ends the wait of callers whose partitions are lost
 
     async def close(self) -> None:
         """Commit the settled messages, leave the group, and wait until the consumer has ended."""
         self.consumer.closing = True
-        self.consumer.wakeup.set()
+        self.wakeup.set()
         await self.ended
 
     def on_ended(self, error: KafkaError | None) -> None:
         self.consumer.outage = error or self.consumer.outage
         self._give_up(list(self.partitions))
-        _resolve(self._commit_waiters + (self._commit_in_progress or []))
-        self._commit_waiters, self._commit_in_progress = [], None
-        self._retention_timer.cancel()
         if self._timer is not None:
             self._timer.cancel()
         for task in self._tasks:
@@ -583,38 +474,25 @@ class GroupReader:
 
     # -- retention ---------------------------------------------------------------------------------
 
+    async def _watch_retention(self) -> None:
+        while True:
+            await asyncio.sleep(RETENTION_CHECK_INTERVAL)
+            self._check_retention()
+
     def _check_retention(self) -> None:
         for at, text in self.alarms().items():
             if at not in self._warned:
                 _log.warning("%s", text)
             self._warned.add(at)
-        self._retention_timer = self._loop.call_later(
-            RETENTION_CHECK_INTERVAL, self._check_retention
-        )
 
     def alarms(self) -> dict[TopicAndPartition, str]:
-        """Return a warning for each partition that is too far behind.
-
-        The oldest unsettled message of such a partition is older than half of the retention.
-        """
-        now, found = self.clock.now(), {}
-        for at, part in self.partitions.items():
-            oldest = part.window.open.get(part.window.watermark)
-            keep = self._retention.get(part.server_topic.name, self.settings.retention)
-            if oldest is not None and keep > 0 and now - oldest.published_at > keep / 2:
-                found[at] = (
-                    f"{part.server_topic.name}, partition {part.number}: group {self.group} is"
-                    f" {(now - oldest.published_at) / 3600:.1f} h behind"
-                    " and retention deletes after"
-                    f" {keep / 3600:.1f} h, even unread messages:"
-                    " start more workers, or raise retention.ms"
-                )
-        return found
-
-
-def _resolve(futures: Sequence[asyncio.Future[None]]) -> None:
-    for future in futures:
-        future.set_result(None)
+        """Return the warnings of partitions that are too far behind."""
+        now, default = self.clock.now(), self.settings.retention
+        found = {
+            at: part.retention_alarm(now, self._retention.get(at[0], default))
+            for at, part in self.partitions.items()
+        }
+        return {at: text for at, text in found.items() if text}
 
 
 async def _is_set(event: asyncio.Event, timeout: float) -> bool:

@@ -159,19 +159,16 @@ class BatchProducer:
             produce = self._open().produce
         except KafkaException:
             return [_FAILED] * len(messages)
-        refused = 0
         for index, (topic, value, key, headers) in enumerate(messages):
             try:
                 # Positional arguments, because keyword arguments make the call a third slower.
                 produce(topic, value, key, _BY_KEY, report, report, 0, headers)
             except BufferError:
                 answers[index] = Published.FULL
-                refused += 1
             except KafkaException as e:
                 fatal = fatal or e.args[0].code() == KafkaError._FATAL
                 answers[index] = _FAILED
-                refused += 1
-        batch.expected = len(messages) - refused
+        batch.expected = answers.count(_OK)
         self._wakeups.put(True)
         if batch.reported == batch.expected:
             batch.finish()

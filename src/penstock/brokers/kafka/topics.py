@@ -26,7 +26,7 @@ from penstock.brokers.kafka.url import Settings, unavailable_error, unreachable_
 from penstock.config.units import write_duration
 from penstock.errors import ConfigError
 from penstock.ports import TopicSpec
-from penstock.rules.priority import WEIGHTS, class_of
+from penstock.rules.priority import WEIGHTS
 from penstock.rules.watermark import settled_ahead
 from penstock.stores.kafka_access import error_of, weightier
 
@@ -59,6 +59,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     topic: str
     ordered: bool
     classes: tuple[ServerTopic, ...]  # by priority, or only one for ordered topics
+    names: tuple[str, ...]  # server-side topics for messages that are due, by priority class
     # Shortest delay first. The first has a delay of 0 s, for messages replayed to one group.
     retries: tuple[ServerTopic, ...]
     dead: str
@@ -66,14 +67,6 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def server_topics(self) -> tuple[ServerTopic, ...]:
         return self.classes + self.retries
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Return the server-side topic names for messages that are due, by priority class."""
-        return tuple(self.for_priority(priority).name for priority in range(len(WEIGHTS)))
-
-    def for_priority(self, priority: int) -> ServerTopic:
-        return self.classes[0] if len(self.classes) == 1 else self.classes[class_of(priority)]
 
     def retry_topic_for(self, delay: float) -> ServerTopic | None:
         """Return the retry topic with the longest delay that is at most `delay` seconds.
@@ -113,6 +106,7 @@ def layout(settings: Settings, namespace: str, topic: str, *, ordered: bool) -> 
             topic=topic,
             ordered=not dead_letters,
             classes=(ServerTopic(bare, 0),),
+            names=(bare,) * len(WEIGHTS),
             retries=(),
             dead=bare if dead_letters else bare + DEAD,
         )
@@ -120,11 +114,17 @@ def layout(settings: Settings, namespace: str, topic: str, *, ordered: bool) -> 
         ServerTopic(bare + _CLASSES.get(p, ""), topic_index, p)
         for p, topic_index in ((0, 1), (NORMAL, 0), (2, 2))
     )
-    retries = tuple(
-        ServerTopic(f"{bare}.retry.{write_duration(d)}", 3 + i, NORMAL, d)
-        for i, d in enumerate((0.0, *settings.retry_levels))
+    return Layout(
+        topic=topic,
+        ordered=False,
+        classes=classes,
+        names=tuple(server_topic.name for server_topic in classes),
+        retries=tuple(
+            ServerTopic(f"{bare}.retry.{write_duration(d)}", 3 + i, NORMAL, d)
+            for i, d in enumerate((0.0, *settings.retry_levels))
+        ),
+        dead=bare + DEAD,
     )
-    return Layout(topic=topic, ordered=False, classes=classes, retries=retries, dead=bare + DEAD)
 
 
 class PartitionLag(msgspec.Struct, frozen=True, kw_only=True):
