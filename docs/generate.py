@@ -206,15 +206,16 @@ the class decides what happens next:
 def outcomes() -> str:
     from penstock.config.schema import RetryConfig
     from penstock.model import ErrorClass
+    from penstock.rules.reasons import LIBCURL, sentence
     from penstock.rules.retry import table
     from penstock.rules.verdict import (
         CHALLENGES,
         CURL,
+        LIMITS,
         SMALL,
         SMALL_MARKS,
         SOFT_404,
         STATUS,
-        Breach,
     )
 
     usual = RetryConfig()
@@ -274,9 +275,9 @@ def outcomes() -> str:
         "",
         *_table("reason", "class"),
     ]
-    lines += [_row(b.sentence, b.kind.value) for b in Breach]
+    lines += [_row(sentence(limit), kind.value) for limit, kind in LIMITS.items()]
     lines += ["", "## What libcurl says", "", *_table("CURLcode", "reason", "class")]
-    lines += [_row(str(code), reason, kind.value) for code, (kind, reason) in CURL.items()]
+    lines += [_row(str(code), text, CURL[code].value) for code, (_, text) in LIBCURL.items()]
     lines += [_row("any other", "libcurl error N", ErrorClass.TRANSIENT.value)]
     lines += [
         "",

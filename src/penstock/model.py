@@ -1,4 +1,4 @@
-"""Values that are passed between modules: Event, Route, Record, Outcome, Failure.
+"""Values that are passed between modules: Event, Route, Record, Reason, Outcome, Failure.
 
 Also the codec of events. No clock, no I/O.
 """
@@ -259,10 +259,108 @@ class ErrorClass(enum.StrEnum):
     OURS = "ours"
 
 
+class Reason(enum.StrEnum):
+    """What became of an event, as a code that programs compare.
+
+    `rules.reasons` makes the sentence of a code, and finds the code of a stored sentence.
+    """
+
+    # A success
+    UNCHANGED = "unchanged"
+    EMPTY = "empty"  # an extractor matches the page, and yields nothing
+    UNMATCHED = "unmatched"  # no extractor matches the page
+    # Not started, or started again
+    DUPLICATE = "duplicate"
+    WINDOW = "window"  # fetched less than its freshness window ago
+    SLOT = "slot"  # waits for a slot of its host
+    SLOT_FAR = "slot_far"  # a redirect needs a slot that is too far away
+    DUE = "due"
+    SHUTDOWN = "shutdown"
+    WORKER_GONE = "worker_gone"
+    REPUBLISHED = "republished"
+    REDRIVEN = "redriven"
+    PROMOTED = "promoted"
+    # An HTTP response
+    HTTP = "http"
+    RETRY_AFTER = "retry_after"
+    EMPTY_BODY = "empty_body"
+    CHALLENGE = "challenge"  # with a status of success
+    CHALLENGE_ERROR = "challenge_error"  # with a status of failure
+    SOFT_404 = "soft_404"
+    UNASKED_304 = "unasked_304"
+    NOT_FINAL = "not_final"
+    NO_LOCATION = "no_location"
+    # A libcurl error
+    TRANSFER = "transfer"
+    NAME_LOOKUP = "name_lookup"
+    CONNECTION = "connection"
+    TLS = "tls"
+    # A limit or rule of Penstock
+    HEADERS = "headers"
+    CUT = "cut"
+    BODY = "body"
+    DECODED = "decoded"
+    CODINGS = "codings"
+    CODING = "coding"
+    CONNECT = "connect"
+    FIRST_BYTE = "first_byte"
+    TOTAL = "total"
+    RATE = "rate"
+    BAD_URL = "bad_url"
+    BAD_REQUEST = "bad_request"
+    FORBIDDEN = "forbidden"
+    ROBOTS = "robots"
+    ROBOTS_LATER = "robots_later"
+    REDIRECTS = "redirects"
+    LOOP = "loop"
+    DOWNGRADE = "downgrade"
+    NOWHERE = "nowhere"
+    HELD = "held"
+    PROXY = "proxy"
+    BAD_PROXY = "bad_proxy"
+    SOCKET = "socket"
+    CLOSED = "closed"
+    # Proxy pools
+    NO_POOL = "no_pool"  # no configured pool serves the route
+    POOL_COOLING = "pool_cooling"
+    POOL_EMPTY = "pool_empty"
+    POOL_FAILED = "pool_failed"
+    # Extraction
+    KILLED = "killed"
+    EXITED = "exited"
+    TIME_LIMIT = "time_limit"
+    MEMORY = "memory"
+    OUTPUT = "output"
+    PIPE = "pipe"  # user code wrote to the sandbox's pipe
+    DESCRIPTORS = "descriptors"  # user code closed the sandbox's descriptors
+    CANCELLED = "cancelled"
+    NO_CHILD = "no_child"
+    ZYGOTE = "zygote"
+    SANDBOX_CLOSED = "sandbox_closed"
+    NOT_ENCODABLE = "not_encodable"
+    EMPTY_KEY = "empty_key"
+    EXTRACTION = "extraction"  # not available
+    # The worker, the store and the operator
+    WATCHDOG = "watchdog"
+    UNRECORDED = "unrecorded"  # the ledger did not accept the event's end
+    TOO_OLD = "too_old"
+    PAGE_GONE = "page_gone"
+    MESSAGE_SIZE = "message_size"
+    PURGED = "purged"
+    BREAKER = "breaker"  # the circuit breaker paused the topic
+    # Intake
+    ENVELOPE = "envelope"
+    REFUSED = "refused"  # a finding does not make a valid event
+    HOOK = "hook"  # the hook of a source raised an exception
+    # Text of user code, or text that this release does not know
+    OTHER = "other"
+
+
 class Failure(Exception):
     """Failure of a stage that is expected. Any other exception is a bug.
 
-    A bug is retried as transient, and its traceback is stored.
+    A bug is retried as transient, and its traceback is stored. `reason` is the sentence that is
+    stored, and `code` is its meaning for programs.
     """
 
     def __init__(
@@ -270,18 +368,14 @@ class Failure(Exception):
         kind: ErrorClass,
         reason: str,
         *,
+        code: Reason = Reason.OTHER,
         after: float | None = None,
         status: int | None = None,
         detail: str = "",
     ) -> None:
         super().__init__(reason)
-        self.kind, self.reason, self.after, self.status, self.detail = (
-            kind,
-            reason,
-            after,
-            status,
-            detail,
-        )
+        self.kind, self.reason, self.code = kind, reason, code
+        self.after, self.status, self.detail = after, status, detail
 
 
 class Ack(msgspec.Struct, frozen=True, tag=True):

@@ -87,6 +87,17 @@ DIAL_CALLS = set("create_connection open_connection getaddrinfo gethostbyname so
 # configured address, never at an address that came from the web.
 MAY_DIAL = "net testing brokers.rabbitmq.management connect.rest".split()
 
+# Names of messages for people, of exceptions, and of methods that look into a text.
+MESSAGES = set("reason message sentence why".split())
+ERRORS = set("e err error exc failure problem".split())
+TEXT_TESTS = set("startswith endswith find index count match search fullmatch".split())
+# These modules read messages of other programs, which give no better code: libcurl, RabbitMQ,
+# Redis, S3, libxml2. The exception of the sitemap parser contains the name of an element.
+READS_MESSAGES = (
+    "net.http brokers.rabbitmq.connection stores.redis sources.redis pages.s3 sources.seeds.s3 "
+    "sources.feed_parser sources.sitemap_parser"
+).split()
+
 EXECUTES = "pickle marshal shelve dill cloudpickle jsonpickle".split()
 
 # -- reading the source ----------------------------------------------------------------------------
@@ -282,6 +293,56 @@ def without_docstring(modules: Sequence[Module]) -> list[str]:
     return [m.name for m in modules if not (ast.get_docstring(m.tree) or "").split("\n")[0].strip()]
 
 
+def compared_messages(modules: Sequence[Module]) -> list[str]:
+    """Find decisions by the text of a message. A code, such as `model.Reason`, decides instead."""
+    return [
+        f"{module.name}:{node.lineno} compares the text of a message"
+        for module in modules
+        if not under(module.place, READS_MESSAGES)
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Compare | ast.Call | ast.MatchClass) and _compares_message(node)
+    ]
+
+
+def _compares_message(node: ast.Compare | ast.Call | ast.MatchClass) -> bool:
+    if isinstance(node, ast.MatchClass):  # `case Dead(reason="…")`
+        named = zip(node.kwd_attrs, node.kwd_patterns, strict=True)
+        return any(n in MESSAGES and isinstance(p, ast.MatchValue) for n, p in named)
+    if isinstance(node, ast.Compare):
+        if not isinstance(node.ops[0], ast.Eq | ast.NotEq | ast.In | ast.NotIn):
+            return False
+        sides = [node.left, *node.comparators]
+    elif isinstance(node.func, ast.Attribute) and node.func.attr in TEXT_TESTS:
+        sides = [node.func.value, *node.args]
+    else:
+        return False
+    return any(map(_is_message, sides)) and any(map(_is_fixed_text, sides))
+
+
+def _is_message(node: ast.expr) -> bool:
+    match node:
+        case ast.Attribute(attr=name) | ast.Name(id=name):
+            return name.lstrip("_") in MESSAGES or name.endswith("_reason")
+        case ast.Call(func=ast.Name(id="str" | "repr"), args=[ast.Name(id=name)]):
+            return name in ERRORS
+        case ast.Call(func=ast.Attribute(value=inner, attr="lower" | "strip" | "casefold")):
+            return _is_message(inner)
+        case ast.Subscript(value=ast.Attribute(attr="args")):
+            return True
+    return False
+
+
+def _is_fixed_text(node: ast.expr) -> bool:
+    match node:
+        case ast.Constant(value=str(text)):
+            return bool(text)
+        case ast.Tuple(elts=parts) | ast.List(elts=parts) | ast.Set(elts=parts):
+            return any(map(_is_fixed_text, parts))
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name.isupper()
+    return isinstance(node, ast.JoinedStr)
+
+
 # -- the source follows the rules ------------------------------------------------------------------
 
 
@@ -338,6 +399,10 @@ def test_no_module_reads_the_old_flag_of_external_stores() -> None:
         for node in ast.walk(m.tree)
         if isinstance(node, ast.Attribute) and node.attr == "apart"
     ]
+
+
+def test_no_module_decides_by_the_text_of_a_message() -> None:
+    assert not compared_messages(MODULES)
 
 
 def test_every_module_has_a_docstring_with_a_first_line() -> None:
@@ -398,6 +463,21 @@ def test_a_planted_call_that_no_port_declares_is_found() -> None:
         "penstock.engine.worker:4 uses tx.moon",
         "penstock.engine.worker:3 uses tx.events.fly",
     ]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "x = failure.code in (Reason.BODY, Reason.HEADERS)",
+        "x = code is Reason.BREAKER",
+        "x = reason == self.down",
+        "x = which.reason is not None",
+        "x = str(path).startswith('/dev')",
+        "match x:\n    case Dead(reason=reason):\n        y",
+    ],
+)
+def test_a_comparison_of_codes_or_of_two_messages_is_not_reported(source: str) -> None:
+    assert not compared_messages(planted("engine.planted", source))
 
 
 # -- the rules find planted breaches ---------------------------------------------------------------
@@ -504,6 +584,20 @@ def test_an_adapter_may_use_its_own_folder_and_shared_modules(place: str, source
         (executes, "cli.planted", "import pickle"),
         (executes, "stores.planted", "from marshal import loads"),
         (without_docstring, "cli.planted", "x = 1"),
+        (compared_messages, "rules.planted", "x = failure.reason.startswith('the body')"),
+        (compared_messages, "rules.planted", "x = failure.reason.startswith(_OVERSIZED)"),
+        (compared_messages, "cli.planted", "x = 'there is no state' not in e.message"),
+        (compared_messages, "cli.planted", "x = [r for r in rows if reason == 'breaker: open']"),
+        (compared_messages, "extraction.planted", "x = self._kill_reason == _CLOSED"),
+        (compared_messages, "intake.planted", "x = reason in (f'{name} failed', 'other')"),
+        (compared_messages, "rules.planted", "x = str(e).startswith('it')"),
+        (compared_messages, "rules.planted", "x = 'timed out' in str(error).lower()"),
+        (compared_messages, "rules.planted", "x = error.args[0] == 'html'"),
+        (
+            compared_messages,
+            "brokers.planted",
+            "match x:\n    case Dead(reason='gone'):\n        y",
+        ),
     ],
 )
 def test_a_planted_breach_of_any_other_rule_is_found(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.config.files import load, show
 from penstock.errors import ConfigError
-from penstock.model import ErrorClass, Failure, Route
+from penstock.model import ErrorClass, Failure, Reason, Route
 from penstock.net.cookies import MAX_PER_DOMAIN, Jar
 from penstock.rules import proxies as rules
 from penstock.rules import retry
@@ -251,7 +251,9 @@ def test_sessions_are_spread_by_weight_and_change_proxies_if_sticky_is_off() -> 
 def test_an_empty_pool_is_exhausted_with_a_reason() -> None:
     found = rules.pick([Pool(name="p", trouble="its list: HTTP 500")], "h", {}, NOW, 0.5)
     assert found == Exhausted(
-        NOW + rules.EMPTY_WAIT, "proxy pool 'p' exhausted: no proxies (its list: HTTP 500)"
+        NOW + rules.EMPTY_WAIT,
+        "proxy pool 'p' exhausted: no proxies (its list: HTTP 500)",
+        Reason.POOL_EMPTY,
     )
 
 

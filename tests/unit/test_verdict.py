@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.model import ErrorClass
-from penstock.rules.verdict import CURL, Breach, breach, judge, transport
+from penstock.model import ErrorClass, Reason
+from penstock.rules.reasons import LIBCURL, sentence
+from penstock.rules.verdict import CURL, LIMITS, breach, judge, oversized, transport
 
 HTML = {"content-type": "text/html; charset=utf-8"}
 PAGE = b"<html><title>Kettle</title><p>A kettle, and nothing but a kettle.</p></html>"
@@ -138,11 +139,25 @@ def test_every_transport_error_has_one_error_class(code: int, message: str, kind
 
 
 def test_every_error_of_the_tables_has_a_reason() -> None:
-    for kind, reason in CURL.values():
-        assert isinstance(kind, ErrorClass)
-        assert reason
-    for what in Breach:
-        failure = breach(what, "detail", after=3.0)
-        assert (failure.kind, failure.after) == (what.kind, 3.0)
-        assert failure.reason == f"{what.sentence}: detail"
-    assert len({what.sentence for what in Breach}) == len(Breach)
+    assert CURL.keys() == LIBCURL.keys()
+    for code, kind in CURL.items():
+        verdict = transport(code)
+        assert verdict.kind is kind
+        assert verdict.reason
+        assert verdict.failure().code is verdict.code
+    for limit, kind in LIMITS.items():
+        failure = breach(limit, "detail", after=3.0)
+        assert (failure.kind, failure.code, failure.after) == (kind, limit, 3.0)
+        assert failure.reason == f"{sentence(limit)}: detail"
+    assert len({sentence(limit) for limit in LIMITS}) == len(LIMITS)
+
+
+def test_only_a_response_that_is_too_large_is_oversized() -> None:
+    large = {Reason.HEADERS, Reason.BODY, Reason.DECODED, Reason.CODINGS}
+    for limit in LIMITS:
+        assert oversized(breach(limit, "100 bytes")) is (limit in large)
+    for code in LIBCURL:
+        assert oversized(transport(code).failure()) is (code in (63, 100))
+    not_found = judge(404, {}, b"", now=NOW)
+    assert not_found is not None
+    assert not oversized(not_found.failure())

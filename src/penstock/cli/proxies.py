@@ -172,15 +172,13 @@ Row = tuple[str, str, str, int, float, float, str]
 
 def _known(common: Common, config: Config) -> tuple[list[Row], dict[str, tuple[float, int, str]]]:
     """Read failures and lists from the store. Return nothing if there is no store yet."""
-    from penstock.errors import Unreachable
+    from penstock.errors import NoState
 
     try:
         with common.stores(config=config) as stores:
             proxies, store = stores.proxies, stores.db
             return store.moment(proxies.troubled_in), store.moment(proxies.lists_in)
-    except Unreachable as e:
-        if "there is no Penstock state" not in e.message:
-            raise
+    except NoState:
         return [], {}
 
 

@@ -121,7 +121,7 @@ def try_(
             "events": [msgspec.to_builtins(e) for e in judged.events],
             "refused": [
                 {"finding": msgspec.to_builtins(f), "reason": reason}
-                for f, reason in judged.refused
+                for f, reason, _ in judged.refused
             ],
             "skipped": judged.skipped,
         }
@@ -132,7 +132,7 @@ def try_(
         made.add_row(e.id[:12], ("high", "normal", "low")[e.priority], plain(e.cause), plain(e.url))
     if judged.events:
         show(made)
-    for finding, reason in judged.refused:
+    for finding, reason, _ in judged.refused:
         say(styled(plain(f"refused: {finding.cause or finding.id}: {reason}"), "yellow"))
     passed = f", {judged.skipped} skipped" if judged.skipped else ""
     say(f"preview: {plural(len(judged.events), 'event')} would be published{passed}")

@@ -122,12 +122,15 @@ def look(stores: Stores) -> tuple[Look, float]:
 
 
 def document(looked: Look, now: float) -> dict[str, Any]:
+    from penstock.model import Reason
+    from penstock.rules.reasons import code_of
+
     found, workers, alerts, down, sources = looked
     total = {
         name: sum(row[name] for row in found.topics.values()) for name in ("accepted", *STATES)
     }
     breaker = {
-        topic: reason for topic, reason in found.paused.items() if reason.startswith("breaker:")
+        topic: reason for topic, reason in found.paused.items() if code_of(reason) is Reason.BREAKER
     }
     return {
         "topics": found.topics,

@@ -226,12 +226,15 @@ def purge(
 
     Their events become dead letters. `penstock dlq retry` redrives them.
     """
+    from penstock.model import Reason
+    from penstock.rules.reasons import sentence
+
     with common.stores(create=True) as stores:
         _known(stores, topic)
         if not confirmed(f"remove all waiting messages of {topic}", yes=yes):
             say("nothing purged")
             return OK
-        gone = stores.perform(lambda: stores.dead_letters.purge(topic, "purged by hand"))
+        gone = stores.perform(lambda: stores.dead_letters.purge(topic, sentence(Reason.PURGED)))
     if json:
         print_json({"topic": topic, "purged": gone})
     else:
@@ -262,6 +265,7 @@ def rewind(
 
     Events that have ended are not processed again.
     """
+
     with common.stores(create=True) as stores:
         _known(stores, topic)
         at = _moment(since, stores.clock.now())

@@ -5,8 +5,6 @@ See `connectors` for the meaning of the options.
 
 from __future__ import annotations
 
-import difflib
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +12,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from penstock.config import units
+from penstock.config.options import resolve_env, suggest
 from penstock.errors import ConfigError
 from penstock.rules.masking import mask
 
@@ -61,7 +60,7 @@ class ConnectOptions:
         self, where: str, given: Mapping[str, Any], environment: Mapping[str, str] | None = None
     ) -> None:
         self.where, self._given, self._known = where, given, ["kind"]
-        self._environment = os.environ if environment is None else environment
+        self._environment = environment
 
     def wrong(self, name: str, problem: str, hint: str) -> ConfigError:
         return ConfigError(f"{self.where}: connect.{name} {problem}", hint=hint)
@@ -84,18 +83,11 @@ class ConnectOptions:
         return self._from_environment(name, value)
 
     def _from_environment(self, name: str, value: str) -> str:
-        if not value.startswith("env:"):
-            return value
-        found = self._environment.get(value.removeprefix("env:"), "")
-        if not found:
-            hint = (
-                f"export {value.removeprefix('env:')}=…, "
-                f"or use ${{{value}}} so that the Connect worker reads its own variable"
-            )
-            raise self.wrong(
-                name, f"uses the variable {value.removeprefix('env:')}, which is not set", hint
-            )
-        return found
+        hint = (
+            f"export {value.removeprefix('env:')}=…, "
+            f"or use ${{{value}}} so that the Connect worker reads its own variable"
+        )
+        return resolve_env(f"{self.where}: connect.{name}", value, self._environment, hint=hint)
 
     def choice(self, name: str, default: str, choices: Sequence[str]) -> str:
         value = self.text(name, default)
@@ -183,14 +175,8 @@ class ConnectOptions:
     def done(self) -> None:
         for name in self._given:
             if name not in self._known:
-                near = difflib.get_close_matches(str(name), self._known, 1)
-                raise self.wrong(
-                    str(name),
-                    "is not an option of this kind",
-                    f"did you mean {near[0]}?"
-                    if near
-                    else f"it has {', '.join(sorted(self._known))}",
-                )
+                hint = suggest(str(name), self._known, f"it has {', '.join(sorted(self._known))}")
+                raise self.wrong(str(name), "is not an option of this kind", hint)
 
 
 def _written(value: str | float | bool) -> str:

@@ -11,7 +11,7 @@ from penstock.engine.claim_session import Claims, ClaimSession
 from penstock.engine.publishing import state_of
 from penstock.engine.settings import LifecycleSettings
 from penstock.errors import BadEnvelope
-from penstock.model import Ack, Dead, Event, Outcome, Release, Retry, mint
+from penstock.model import Ack, Dead, Event, Outcome, Reason, Release, Retry, mint
 from penstock.ports import (
     Admitted,
     Baseline,
@@ -31,6 +31,7 @@ from penstock.ports import (
 from penstock.rules import freshness
 from penstock.rules.fingerprint import fingerprint
 from penstock.rules.proxies import needs_proxy
+from penstock.rules.reasons import sentence
 
 PARK_AFTER = 10.0  # seconds. If a slot is further away, the event is delayed in the ledger.
 HOLD_AFTER = 0.05  # seconds. If a slot is further away, the broker holds the host until then.
@@ -261,7 +262,7 @@ class Admission:
             case freshness.Delay(until=until, becomes_next=becomes_next):
                 if becomes_next:
                     session.set_next(tx, self._url_key(e.url), e.id)
-                tx.events.delay(e, state, until, "fetched less than its window ago", now)
+                tx.events.delay(e, state, until, sentence(Reason.WINDOW), now)
                 return Retry(until - now, "window")
 
     # -- slots -------------------------------------------------------------------------------------
@@ -299,7 +300,7 @@ class Admission:
             if tx.queue.settle([(d, Retry(slot - now, "slot"))])[0]:
                 state = state_of(tx, e.id)
                 assert state is not None
-                tx.events.delay(e, state, slot, f"waiting for a slot of {e.key}", now)
+                tx.events.delay(e, state, slot, sentence(Reason.SLOT, e.key), now)
         for (topic, group), until in plan.holds.items():
             tx.queue.hold_keys(topic, group, until)
 

@@ -21,6 +21,7 @@ from penstock.model import (
     Event,
     Link,
     Outcome,
+    Reason,
     Release,
     Retry,
     child_id,
@@ -47,6 +48,7 @@ from penstock.rules import breaker
 from penstock.rules.fingerprint import fingerprint
 from penstock.rules.identity import BadUrl, canonical_url, host_key
 from penstock.rules.masking import mask
+from penstock.rules.reasons import sentence
 
 _by_row = operator.attrgetter("row")
 
@@ -348,7 +350,7 @@ class Lifecycle:
         found = tx.lookup.oldest_duplicate(dead.id)
         if found is not None:
             n, envelope = found
-            event, reason = decode_event(envelope), f"promoted: {dead.id} died"
+            event, reason = decode_event(envelope), sentence(Reason.PROMOTED, dead.id)
             requeue(tx, n, event, was="duplicate", reason=reason, now=now, promoted=True)
 
     def _open_breaker(self, tx: Transaction, topic: str, now: float) -> None:
@@ -356,9 +358,7 @@ class Lifecycle:
         limits = self.settings.breaker
         ended, dead = tx.counters.recent_ends(topic, limits.window, now)
         if breaker.judge(limits, ended, dead) == "open":
-            tx.queue.pause(
-                topic, f"breaker: {dead} of {ended} events ended dead within {limits.window:g} s"
-            )
+            tx.queue.pause(topic, sentence(Reason.BREAKER, dead, ended, limits.window))
 
 
 def _insert(tx: Transaction, events: Sequence[Event], now: float) -> None:

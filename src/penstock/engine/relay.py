@@ -13,7 +13,7 @@ import msgspec
 from penstock.engine.maintenance import abandon
 from penstock.engine.publishing import message_for, publish
 from penstock.errors import PenstockError
-from penstock.model import Ack, Outcome, Release, Retry, decode_event
+from penstock.model import Ack, Outcome, Reason, Release, Retry, decode_event
 from penstock.ports import (
     Broker,
     Capabilities,
@@ -34,6 +34,7 @@ from penstock.ports import (
     Transaction,
     UnitOfWork,
 )
+from penstock.rules.reasons import sentence
 
 T = TypeVar("T")
 
@@ -475,10 +476,7 @@ class RelayChores:
             tx.outgoing.remove([n])
             event = tx.maintenance.waiting(out.id)
             if event is not None:
-                reason = (
-                    f"its message for `{out.topic}` has {len(out.body)} bytes,"
-                    " more than the broker takes"
-                )
+                reason = sentence(Reason.MESSAGE_SIZE, out.topic, len(out.body))
                 abandon(tx, event, reason, self._clock.now())
 
     async def recover(self) -> int:
@@ -503,8 +501,7 @@ class RelayChores:
         ]
         for n, _, envelope in lost:
             publish(tx, [message_for(decode_event(envelope), envelope)])
-            reason = "published again: the broker had lost its message"
-            tx.maintenance.note(n, "pending", reason, now)
+            tx.maintenance.note(n, "pending", sentence(Reason.REPUBLISHED), now)
         return len(lost)
 
 

@@ -23,6 +23,8 @@ import msgspec
 
 from penstock.extraction import protocol as wire
 from penstock.extraction.protocol import Command, ResultFlag
+from penstock.model import Reason
+from penstock.rules.reasons import sentence
 
 if TYPE_CHECKING:
     from penstock.extraction.zygote import ZygoteProcess
@@ -55,6 +57,7 @@ class Limits:
 class ChildExit:
     """Why a child ended before it had returned the results of all pages."""
 
+    code: Reason
     reason: str  # for example "killed by SIGSEGV"
     detail: str = ""  # traceback
     page_index: int | None = None  # the page of the request that was in progress, if known
@@ -90,7 +93,7 @@ class ChildProcess:
         self._out: list[bytes | memoryview] = []
         self._buffer = bytearray()
         self._last_write_at = 0.0
-        self._kill_reason = ""
+        self._killed_for: tuple[Reason, str] | None = None  # with its sentence
         self._timer: asyncio.TimerHandle | None = None
         self._extended_page_start = -1.0  # start of the page that has already got extra time
         self._writing = self._reading = False
@@ -159,7 +162,7 @@ class ChildProcess:
             return await future
         finally:
             if not future.done() or future.cancelled():
-                self.kill("cancelled")
+                self.kill(Reason.CANCELLED)
 
     # -- the pipes
 
@@ -211,12 +214,12 @@ class ChildProcess:
 
     def _kill_if_still_running(self) -> None:
         if self._fds:
-            self.kill(_CLOSED)
+            self.kill(Reason.DESCRIPTORS)
 
     def _parse(self, data: bytes | bytearray) -> bytes:
         """Handle all complete messages. Return the bytes of an incomplete one."""
         at, view = 0, memoryview(data)
-        while not self._kill_reason and len(data) - at >= wire.ANSWER.size:
+        while self._killed_for is None and len(data) - at >= wire.ANSWER.size:
             size, token, first, count, flag = wire.ANSWER.unpack_from(data, at)
             expected = (
                 self._future is not None
@@ -246,10 +249,10 @@ class ChildProcess:
             self._handle_flag(ResultFlag(flag))
             at = end
         # If the child is being killed, its further output is ignored.
-        return b"" if self._kill_reason else bytes(view[at:])
+        return bytes(view[at:]) if self._killed_for is None else b""
 
     def _reject_output(self) -> None:
-        self.kill("wrote to the sandbox's own pipe")
+        self.kill(Reason.PIPE)
 
     def _handle_flag(self, flag: ResultFlag) -> None:
         if flag is ResultFlag.DONE or flag is ResultFlag.RETIRE:
@@ -261,14 +264,19 @@ class ChildProcess:
             elif self._future is not None and not self._future.done():
                 self._future.set_result(Reply(self._results))
         elif flag is ResultFlag.MEMORY:
-            self._await_exit(f"ran out of memory (limit {_mib(self._limits.memory)})")
+            self._await_exit(Reason.MEMORY, _mib(self._limits.memory))
         elif flag is ResultFlag.OUTPUT:
-            self._await_exit(f"made more output than {_mib(self._limits.output)}")
+            self._await_exit(Reason.OUTPUT, _mib(self._limits.output))
 
-    def _await_exit(self, reason: str) -> None:
+    def _await_exit(self, reason: Reason, *facts: object) -> None:
         """Kill the child if it has not exited one second after it announced its exit."""
-        self.usable, self._kill_reason = False, self._kill_reason or reason
-        self._loop.call_later(1.0, self.kill, reason)
+        self._note_end(reason, *facts)
+        self._loop.call_later(1.0, self.kill, reason, *facts)
+
+    def _note_end(self, reason: Reason, *facts: object) -> None:
+        """Stop using the child. The first reason counts."""
+        self.usable = False
+        self._killed_for = self._killed_for or (reason, sentence(reason, *facts))
 
     # -- exit of the child
 
@@ -278,7 +286,7 @@ class ChildProcess:
         if self._future is None or self._future.done() or not self.usable:
             return
         # A busy event loop may run this timer before it reads results that have already arrived.
-        while self._reading and not self._kill_reason and self._readable():
+        while self._reading and self._killed_for is None and self._readable():
             pass
         if self._future.done() or not self.usable:
             return
@@ -293,7 +301,7 @@ class ChildProcess:
         if left > 0:
             self._timer = self._loop.call_later(left + 0.001, self._check_time_limit)
         else:
-            self.kill(f"ran longer than {self._limits.seconds:g} s", want_traceback=True)
+            self.kill(Reason.TIME_LIMIT, self._limits.seconds, want_traceback=True)
 
     def _progress(self) -> tuple[int, float]:
         page_index, since = wire.PROGRESS.unpack_from(
@@ -301,8 +309,8 @@ class ChildProcess:
         )
         return page_index, since
 
-    def kill(self, reason: str, *, want_traceback: bool = False) -> None:
-        self.usable, self._kill_reason = False, self._kill_reason or reason
+    def kill(self, reason: Reason, *facts: object, want_traceback: bool = False) -> None:
+        self._note_end(reason, *facts)
         if want_traceback:  # on SIGABRT, faulthandler writes a traceback to the crash file
             self._zygote.signal(self.number, signal.SIGABRT)
             self._kill_after_traceback()
@@ -334,20 +342,21 @@ class ChildProcess:
         while self._reading and budget > 0 and self._readable():
             budget -= _READ_BYTES
         page_index, _ = self._progress()
-        if self._kill_reason == _CLOSED and exit_code != -signal.SIGKILL:
+        killed_for = self._killed_for
+        if killed_for and killed_for[0] is Reason.DESCRIPTORS and exit_code != -signal.SIGKILL:
             # The child exited without the kill, and the zygote reported it late.
-            self._kill_reason = ""
+            killed_for = None
         self._finish(
             ChildExit(
-                self._kill_reason or _describe_exit_code(exit_code),
+                *(killed_for or _describe_exit_code(exit_code)),
                 self._read_traceback(),
                 page_index if 0 <= page_index < self._count else None,
             )
         )
 
-    def on_zygote_lost(self, reason: str, *, internal: bool) -> None:
+    def on_zygote_lost(self, code: Reason, reason: str, *, internal: bool) -> None:
         """Finish the request after the zygote ended or could not start this child."""
-        self._finish(ChildExit(reason, zygote_lost=not internal, internal=internal))
+        self._finish(ChildExit(code, reason, zygote_lost=not internal, internal=internal))
 
     def _read_traceback(self) -> str:
         with contextlib.suppress(OSError):
@@ -385,15 +394,12 @@ def memory_file() -> int:
         return os.dup(f.fileno())
 
 
-_CLOSED = "closed file descriptors that are not its own"
-
-
-def _describe_exit_code(exit_code: int) -> str:
+def _describe_exit_code(exit_code: int) -> tuple[Reason, str]:
     if exit_code == wire.LOST_PIPES:
-        return _CLOSED
+        return Reason.DESCRIPTORS, sentence(Reason.DESCRIPTORS)
     if exit_code >= 0:
-        return f"exited with status {exit_code}"
-    return f"killed by {signal_name(-exit_code)}"
+        return Reason.EXITED, sentence(Reason.EXITED, exit_code)
+    return Reason.KILLED, sentence(Reason.KILLED, signal_name(-exit_code))
 
 
 def signal_name(number: int) -> str:

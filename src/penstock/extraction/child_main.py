@@ -23,7 +23,7 @@ from penstock.authoring.pipeline import Pipeline
 from penstock.extraction import protocol as wire
 from penstock.extraction.in_process import failed, printable, run_hooks, run_page
 from penstock.extraction.protocol import ResultFlag
-from penstock.model import ErrorClass
+from penstock.model import ErrorClass, Reason
 from penstock.ports import Extracted
 
 # The sandbox's descriptors are moved above this number. User code that closes or opens descriptors
@@ -158,7 +158,7 @@ class Child:
             result = run_page(self._pipeline, wire.page_of(head, body), output)
             if os.getpid() != self._pid:  # user code forked, and this is the forked copy
                 os._exit(0)
-            if result.kind == ErrorClass.POISON and result.error.startswith("MemoryError"):
+            if result.code is Reason.MEMORY:
                 raise MemoryError(result.detail)
             yield _encode_result(result)
             self._record_progress(wire.BETWEEN)
@@ -241,7 +241,10 @@ def _encode_result(result: Extracted) -> bytes:
         if result.error:
             return wire.encode_result(
                 Extracted(
-                    error=printable(result.error), kind=result.kind, detail=printable(result.detail)
+                    error=printable(result.error),
+                    code=result.code,
+                    kind=result.kind,
+                    detail=printable(result.detail),
                 )
             )
         return wire.encode_result(failed(e, ErrorClass.PERMANENT))

@@ -19,9 +19,10 @@ import msgspec
 from penstock.authoring.page import Page
 from penstock.authoring.pipeline import Extractor, Pipeline
 from penstock.errors import PenstockError
-from penstock.model import REMOVED, ErrorClass, Failure, Follow, Link, Record, Removed
+from penstock.model import REMOVED, ErrorClass, Failure, Follow, Link, Reason, Record, Removed
 from penstock.ports import Extracted
 from penstock.rules.identity import BadUrl
+from penstock.rules.reasons import sentence
 
 MAX_OUTPUT = 16 << 20  # bytes of records and links of one page
 MAX_RECORDS = 10_000
@@ -81,7 +82,11 @@ def run(pipeline: Pipeline, page: Page, *, max_output: int = MAX_OUTPUT) -> Extr
             kind=ErrorClass.PERMANENT.value,
         )
     except _EmptyKey as e:
-        return Extracted(error=_line(str(e)), kind=ErrorClass.PERMANENT.value)
+        return Extracted(
+            error=_line(sentence(Reason.EMPTY_KEY, detail=e)),
+            code=Reason.EMPTY_KEY,
+            kind=ErrorClass.PERMANENT.value,
+        )
     except Failure as e:
         return Extracted(
             error=_line(e.reason),
@@ -93,7 +98,10 @@ def run(pipeline: Pipeline, page: Page, *, max_output: int = MAX_OUTPUT) -> Extr
         # The memory limit of this process was reached, perhaps because of other pages. So the page
         # runs again alone, as after a crash.
         return Extracted(
-            error=_line(_describe_error(e)), kind=ErrorClass.POISON.value, detail=_trace(e)
+            error=_line(_describe_error(e)),
+            code=Reason.MEMORY,
+            kind=ErrorClass.POISON.value,
+            detail=_trace(e),
         )
     except (Exception, SystemExit, GeneratorExit) as e:
         return Extracted(
@@ -281,7 +289,7 @@ def _part(value: Any, what: str, extractor: Extractor, *, missing: bool = False)
     text = "" if value is None else str(value)
     if not text.strip():
         raise _EmptyKey(
-            f"empty key: {what} {'missing' if missing else 'None' if value is None else 'empty'} "
+            f"{what} {'missing' if missing else 'None' if value is None else 'empty'} "
             f"in a record of {extractor.name}"
         )
     if len(text) > MAX_KEY or (not text.isascii() and _has_surrogates(text)):

@@ -15,8 +15,9 @@ from penstock.errors import ConfigError
 from penstock.extraction import protocol as wire
 from penstock.extraction.child import ChildExit, ChildProcess, Limits, Reply
 from penstock.extraction.zygote import ZygoteProcess
-from penstock.model import ErrorClass
+from penstock.model import ErrorClass, Reason
 from penstock.ports import Extracted, FetchedPage
+from penstock.rules.reasons import sentence
 
 __all__ = ["Limits", "Sandbox"]
 
@@ -159,9 +160,7 @@ class Sandbox:
                 if child is None:
                     child = zygote.fork()
             except (ConfigError, OSError) as e:
-                return Reply(
-                    [], ChildExit(f"no child process could be started: {e}", internal=True)
-                )
+                return _no_child(e)
             try:
                 reply = await child.request(encode, count, decode)
             finally:
@@ -218,6 +217,7 @@ class Sandbox:
         self._emit("page is poison", url=page.url, reason=child_exit.reason)
         return Extracted(
             error=f"{child_exit.reason} while extracted alone",
+            code=child_exit.code,
             kind=ErrorClass.POISON,
             detail=child_exit.detail,
         )
@@ -228,13 +228,14 @@ class Sandbox:
             try:
                 zygote = await ZygoteProcess.start(self._file, self._limits)
             except (ConfigError, OSError) as e:
-                return Reply(
-                    [], ChildExit(f"no child process could be started: {e}", internal=True)
-                )
+                return _no_child(e)
             self._separate_zygotes.add(zygote)
             try:
                 if self._closed:
-                    return Reply([], ChildExit("the sandbox is closed", internal=True))
+                    return Reply(
+                        [],
+                        ChildExit(Reason.SANDBOX_CLOSED, "the sandbox is closed", internal=True),
+                    )
                 return await zygote.fork().request(
                     lambda token, memory: wire.request([page], token, memory),
                     1,
@@ -249,17 +250,27 @@ class Sandbox:
             self._on_event(name, fields)
 
 
+def _no_child(e: Exception) -> Reply:
+    exit = ChildExit(Reason.NO_CHILD, sentence(Reason.NO_CHILD, detail=e), internal=True)
+    return Reply([], exit)
+
+
 def _internal_error(child_exit: ChildExit) -> Extracted:
-    return Extracted(error=child_exit.reason, kind=ErrorClass.OURS, detail=child_exit.detail)
+    return Extracted(
+        error=child_exit.reason,
+        code=child_exit.code,
+        kind=ErrorClass.OURS,
+        detail=child_exit.detail,
+    )
 
 
 def _not_encodable(reason: str) -> Extracted:
     return Extracted(
-        error=f"this page cannot be handed to its extractor: {reason}", kind=ErrorClass.PERMANENT
+        error=sentence(Reason.NOT_ENCODABLE, detail=reason),
+        code=Reason.NOT_ENCODABLE,
+        kind=ErrorClass.PERMANENT,
     )
 
 
 def _exit_phrase(child_exit: ChildExit) -> str:
-    return (
-        f"was {child_exit.reason}" if child_exit.reason.startswith("killed") else child_exit.reason
-    )
+    return f"was {child_exit.reason}" if child_exit.code is Reason.KILLED else child_exit.reason

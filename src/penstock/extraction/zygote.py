@@ -25,6 +25,8 @@ from penstock.errors import ConfigError
 from penstock.extraction import protocol as wire
 from penstock.extraction.child import ZYGOTE_TIMEOUT, ChildProcess, Limits, memory_file, signal_name
 from penstock.extraction.protocol import Command
+from penstock.model import Reason
+from penstock.rules.reasons import sentence
 
 _MAX_CHILDREN = 1024  # children that exist at the same time, including those being killed
 # Environment variable of a zygote, which all processes inherit that it or its children start.
@@ -100,7 +102,7 @@ class ZygoteProcess:
             async with asyncio.timeout(limits.load_seconds):
                 answer = await self._ready
         except BaseException as e:
-            self._shut_down("it was not waited for")
+            self._shut_down(Reason.ZYGOTE, "was not waited for")
             await self._exit_status()
             if isinstance(e, TimeoutError):
                 sentence = (
@@ -112,7 +114,7 @@ class ZygoteProcess:
             raise
         if isinstance(answer, wire.Ready):
             return self
-        self._shut_down("it did not load")
+        self._shut_down(Reason.ZYGOTE, "did not load")
         status = await self._exit_status()
         if isinstance(answer, wire.LoadFailed):
             raise ConfigError(answer.error, hint=answer.hint)
@@ -154,12 +156,12 @@ class ZygoteProcess:
             try:
                 self.send_command(Command.SIGNAL, number, child)
             except OSError:  # the socket is full, because the zygote no longer reads
-                self._shut_down("the process that starts children does not answer")
+                self._shut_down(Reason.ZYGOTE, "does not answer")
 
     def check_reaped(self, child: int) -> None:
         """Give up the zygote if it has not reported the exit of this killed child."""
         if self.alive and child in self._children:
-            self._shut_down("the process that starts children does not answer")
+            self._shut_down(Reason.ZYGOTE, "does not answer")
 
     def _readable(self) -> None:
         try:
@@ -169,7 +171,7 @@ class ZygoteProcess:
         except OSError:
             data = b""
         if not data:
-            self._shut_down("the process that starts children died")
+            self._shut_down(Reason.ZYGOTE, "died")
             return
         self._buffer += data
         while len(self._buffer) >= wire.LENGTH.size:
@@ -181,7 +183,7 @@ class ZygoteProcess:
             try:
                 notice = wire.decode_notice(raw)
             except msgspec.MsgspecError:
-                self._shut_down("the process that starts children speaks nonsense")
+                self._shut_down(Reason.ZYGOTE, "speaks nonsense")
                 return
             self._handle_notice(notice)
 
@@ -196,12 +198,11 @@ class ZygoteProcess:
             if isinstance(notice, wire.Ended):
                 child.on_exit(notice.exit_code)
             else:
-                child.on_zygote_lost(
-                    f"no child process could be started: {notice.error}", internal=True
-                )
+                reason = sentence(Reason.NO_CHILD, detail=notice.error)
+                child.on_zygote_lost(Reason.NO_CHILD, reason, internal=True)
             self._free_progress.append(child.progress_index)
 
-    def _shut_down(self, reason: str, *, closing: bool = False) -> None:
+    def _shut_down(self, reason: Reason, *facts: object, closing: bool = False) -> None:
         """Close the connection to the zygote, and finish the requests of its children.
 
         `closing` is True if the sandbox is being closed: the zygote then kills its children and
@@ -217,7 +218,7 @@ class ZygoteProcess:
             self._process.kill()
         self._reaping = self._loop.run_in_executor(None, self._wait_for_exit, closing)
         for child in children:
-            child.on_zygote_lost(reason, internal=closing)
+            child.on_zygote_lost(reason, sentence(reason, *facts), internal=closing)
         if not self._ready.done():
             self._ready.set_result(None)
 
@@ -232,7 +233,7 @@ class ZygoteProcess:
 
     async def close(self) -> None:
         """Close the socket. The zygote then ends all processes that it or its children started."""
-        self._shut_down("the sandbox was closed", closing=True)
+        self._shut_down(Reason.SANDBOX_CLOSED, closing=True)
         if self._reaping is not None:
             done, _ = await asyncio.wait([self._reaping], timeout=ZYGOTE_TIMEOUT)
             if not done:

@@ -14,10 +14,11 @@ from collections.abc import Awaitable, Callable, Mapping
 import msgspec
 
 from penstock.config.schema import ProxyPoolConfig
-from penstock.model import ErrorClass, Event, Failure
+from penstock.model import ErrorClass, Event, Failure, Reason
 from penstock.net.cookies import Jar
 from penstock.ports import Clock, Fetcher, ProxyHealth, Response
 from penstock.rules import proxies as rules
+from penstock.rules.reasons import sentence
 
 log = logging.getLogger("penstock.proxies")
 # Proxies of one pool that may fail in a row. Then the event is delayed, so that others can run.
@@ -118,7 +119,9 @@ class Proxies:
                 await self._health.worked(choice.member.id, event.key, choice.member.label)
                 return response
         raise rules.PoolExhausted(
-            f"proxy pool {choice.pool.name!r}: {failure.reason}", after=1.0 + self._rng.random()
+            sentence(Reason.POOL_FAILED, choice.pool.name, detail=failure.reason),
+            code=Reason.POOL_FAILED,
+            after=1.0 + self._rng.random(),
         )
 
     async def _choose(self, event: Event, turn: int) -> rules.Choice:
@@ -132,7 +135,9 @@ class Proxies:
         if isinstance(found, rules.Exhausted):
             # Spread the retries by up to 10 %, so that waiting events do not return together.
             raise rules.PoolExhausted(
-                found.reason, after=max(0.1, found.until - now) * (1 + 0.1 * self._rng.random())
+                found.reason,
+                code=found.code,
+                after=max(0.1, found.until - now) * (1 + 0.1 * self._rng.random()),
             )
         return found
 

@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from penstock.fetching.proxies import Proxies
-from penstock.model import ErrorClass, Event, Failure
+from penstock.model import ErrorClass, Event, Failure, Reason
 from penstock.net.cookies import Jar
 from penstock.net.guard import NotResolved
 from penstock.ports import (
@@ -31,6 +31,7 @@ from penstock.rules import proxies
 from penstock.rules import robots as rules
 from penstock.rules.identity import BadUrl, canonical_url, host_key, origin
 from penstock.rules.pace import LATE, MAX_RETRY_AFTER, parse_retry_after
+from penstock.rules.reasons import sentence
 from penstock.rules.verdict import Breach, breach, judge, oversized
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -424,7 +425,8 @@ class FetchStage:
             if wait > max_wait:
                 raise Failure(
                     ErrorClass.THROTTLED,
-                    f"the next slot of {host} is too far away to wait for",
+                    sentence(Reason.SLOT_FAR, host),
+                    code=Reason.SLOT_FAR,
                     after=wait,
                 )
             if wait <= 0:

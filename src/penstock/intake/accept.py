@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.engine.lifecycle import Lifecycle
-from penstock.model import Event, Priority, Route
+from penstock.model import Event, Priority, Reason, Route
 from penstock.ports import Accepted, Batch, Clock, Finding, Transaction
 from penstock.rules.events import ANY_ROUTE, Refused, event_of
 from penstock.rules.identity import BadUrl
@@ -109,7 +109,7 @@ class Taken(msgspec.Struct, kw_only=True):
 
     events: list[Event] = []
     answers: list[Accepted] = []  # of each event
-    refused: list[tuple[Finding, str]] = []  # with the reason
+    refused: list[tuple[Finding, str, Reason]] = []  # with the sentence and its code
     skipped: int = 0
 
 
@@ -120,7 +120,7 @@ def judge(mapping: Mapping, findings: Sequence[Finding]) -> Taken:
         try:
             event = mapping.event(finding)
         except Refused as e:
-            taken.refused.append((finding, e.reason))
+            taken.refused.append((finding, e.reason, e.code))
             continue
         if event is None:
             taken.skipped += 1
@@ -156,7 +156,7 @@ class Intake:
             def together(tx: Transaction, given: list[Accepted], now: Taken = now) -> None:
                 now.answers = given
                 if Accepted.FULL not in given:
-                    for finding, reason in now.refused:
+                    for finding, reason, _ in now.refused:
                         self.lifecycle.bury_finding(tx, finding, self.source, reason)
                 if in_transaction is not None:
                     in_transaction(tx, now)

@@ -23,6 +23,7 @@ from starlette.routing import Route
 from penstock.errors import RequestRefused, StoreUnavailable
 from penstock.intake.accept import Intake, Taken, judge
 from penstock.intake.openapi import document
+from penstock.model import Reason
 from penstock.ports import (
     Accepted,
     Clock,
@@ -321,11 +322,9 @@ def _makes_none(findings: Sequence[Any], taken: Taken) -> RequestRefused:
     reasons = [
         {
             "item": places[id(finding)],
-            "reason": "the pipeline's hook failed on it"
-            if reason.startswith("the hook raised")
-            else reason,
+            "reason": "the pipeline's hook failed on it" if code is Reason.HOOK else reason,
         }
-        for finding, reason in taken.refused[:TOLD]
+        for finding, reason, code in taken.refused[:TOLD]
     ]
     refused = RequestRefused(
         422,

@@ -16,11 +16,12 @@ import msgspec
 from penstock.authoring.pipeline import SourceSpec
 from penstock.config import units
 from penstock.errors import ConfigError
-from penstock.model import Event, Priority, Route
+from penstock.model import Event, Priority, Reason, Route
 from penstock.ports import Finding
 from penstock.rules.events import Refused, event_of
 from penstock.rules.expressions import Expression, Unfit
 from penstock.rules.identity import BadUrl, canonical_url
+from penstock.rules.reasons import sentence
 
 ROUTE = ("geo", "pool", "account", "render")
 KEYS = ("url", *ROUTE, "priority", "window", "window_mode", "force", "trace", "data")
@@ -84,9 +85,8 @@ class Mapping:
         # The hook is the user's code. Its exception refuses this finding and does not stop the
         # source.
         except Exception as e:
-            raise Refused(
-                f"the hook raised {type(e).__name__}: {' '.join(str(e).split())[:200]}"
-            ) from None
+            error = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
+            raise Refused(sentence(Reason.HOOK, error), Reason.HOOK) from None
         if said is None:
             return None
         if not isinstance(said, Pairs) or (

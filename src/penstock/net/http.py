@@ -18,7 +18,7 @@ import certifi
 import msgspec
 import pycurl
 
-from penstock.model import ErrorClass, Failure
+from penstock.model import ErrorClass, Failure, Reason
 from penstock.net.body_budget import BodyMemory
 from penstock.net.decoding import ACCEPT_ENCODING, BrokenCoding, TooManyCodings
 from penstock.net.guard import Guard, Target
@@ -26,7 +26,8 @@ from penstock.net.transfer import Engine, Exchange, HttpOptions, SetUp, ignore_r
 from penstock.ports import Done, Response
 from penstock.rules.identity import BadUrl, authority, canonical_url
 from penstock.rules.proxies import ProxyFailed
-from penstock.rules.verdict import Breach, breach, transport
+from penstock.rules.reasons import sentence
+from penstock.rules.verdict import LIMITS, Breach, breach, transport
 
 __all__ = ["CurlFetcher", "HttpOptions", "parse_proxy"]
 
@@ -456,14 +457,14 @@ def _failure(ex: Exchange, error: tuple[int, str] | None, proxied: bool) -> Fail
             kind = ErrorClass.BLOCKED if m[1] in ("401", "403", "407") else ErrorClass.TRANSIENT
             return ProxyFailed(
                 kind,
-                f"{Breach.PROXY.sentence}: it answered {m[1]}",
+                sentence(Reason.PROXY, detail=f"it answered {m[1]}"),
                 own=m[1] in ("401", "407"),
                 detail=message,
             )
         if code == _E_PROXY:
             return ProxyFailed(
-                Breach.PROXY.kind,
-                Breach.PROXY.sentence,
+                LIMITS[Reason.PROXY],
+                sentence(Reason.PROXY),
                 own=ex.curl.getinfo(pycurl.PROXY_ERROR) not in _ABOUT_TARGET,
                 detail=message,
             )
@@ -471,7 +472,9 @@ def _failure(ex: Exchange, error: tuple[int, str] | None, proxied: bool) -> Fail
             code in (pycurl.E_COULDNT_RESOLVE_PROXY, pycurl.E_COULDNT_CONNECT)
             or "CONNECT aborted" in message
         ):
-            return ProxyFailed(Breach.PROXY.kind, Breach.PROXY.sentence, own=True, detail=message)
+            return ProxyFailed(
+                LIMITS[Reason.PROXY], sentence(Reason.PROXY), own=True, detail=message
+            )
     if ex.failure is not None:
         if (
             proxied
@@ -481,7 +484,7 @@ def _failure(ex: Exchange, error: tuple[int, str] | None, proxied: bool) -> Fail
         ):
             return ProxyFailed(
                 ex.failure.kind,
-                f"{Breach.PROXY.sentence}: {ex.failure.reason}",
+                sentence(Reason.PROXY, detail=ex.failure.reason),
                 own=True,
                 detail=ex.failure.detail,
             )

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 
 from penstock.engine.maintenance import abandon
 from penstock.engine.publishing import requeue
-from penstock.model import Event, decode_event
+from penstock.model import Event, Reason, decode_event
 from penstock.ports import Clock, Topics, Transaction, UnitOfWork
+from penstock.rules.reasons import sentence
 
 EVENT_TOPICS = ("requests", "pages", "records")  # a message of these belongs to an open event
 PURGE_BATCH = 500  # events in one transaction
@@ -42,7 +43,7 @@ class DeadLetterOffice:
             if (event.id, event.topic, event.url) != (before.id, before.topic, before.url):
                 raise ValueError("a redriven event keeps its id, topic and URL")
             tx.dead_letters.drop(id_)
-            requeue(tx, row, event, was="dead", reason="redriven", now=now)
+            requeue(tx, row, event, was="dead", reason=sentence(Reason.REDRIVEN), now=now)
             n += 1
         return n
 

@@ -12,11 +12,12 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from penstock.model import Reason
 from penstock.ports import Clock, Exempt, HostTable, Transaction, UnitOfWork
 from penstock.rules import pace
 from penstock.rules.identity import host_key
+from penstock.rules.reasons import sentence
 from penstock.rules.robots import from_answer
-from penstock.rules.verdict import Breach
 
 TOPIC, GROUP = "requests", "main"
 EVERYWHERE = "*"  # the host of an exception that the configuration makes
@@ -231,9 +232,9 @@ class Domains:
         They then get slots under the new limits.
         """
         reasons = (
-            f"waiting for a slot of {host}",
-            f"{Breach.HELD.sentence}: {host}",
-            f"the next slot of {host} is too far away to wait for",
+            sentence(Reason.SLOT, host),
+            sentence(Reason.HELD, detail=host),
+            sentence(Reason.SLOT_FAR, host),
         )
         parked = self._uow.snapshot(lambda tx: tx.maintenance.parked(host, reasons))
         for i in range(0, max(1, len(parked)), BATCH):

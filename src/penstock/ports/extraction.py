@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 
 import msgspec
 
-from penstock.model import Event, Link, Record
+from penstock.model import Event, Link, Reason, Record
 
 
 class Extracted(msgspec.Struct, kw_only=True):
@@ -17,6 +17,7 @@ class Extracted(msgspec.Struct, kw_only=True):
     links: list[Link] = []
     matched: bool = True  # False if no extractor matches the URL
     error: str = ""  # error message of one line
+    code: Reason | None = None  # of the error, if it is not an error of the user's code
     kind: str = ""  # value of an ErrorClass
     detail: str = ""  # traceback
     after: float | None = None  # seconds until the retry, if the user's code requested a delay

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from penstock.model import Event, Priority, Route
+from penstock.model import Event, Priority, Reason, Route
 from penstock.rules.identity import canonical_url, host_key
 
 ANY_ROUTE = Route()
@@ -16,11 +16,11 @@ ANY_ROUTE = Route()
 class Refused(Exception):
     """A finding from which no event can be made. The reason is a text for the user."""
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, code: Reason = Reason.REFUSED) -> None:
         super().__init__(reason)
-        self.reason = " ".join(
-            reason.encode("utf-8", "replace").decode().split()
-        )  # one line of valid text, because parts of the reason may be foreign data
+        # One line of valid text, because parts of the reason may be foreign data.
+        self.reason = " ".join(reason.encode("utf-8", "replace").decode().split())
+        self.code = code
 
 
 def event_of(

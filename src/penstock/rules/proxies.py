@@ -11,8 +11,9 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
-from penstock.model import ErrorClass, Failure, Route, mint
+from penstock.model import ErrorClass, Failure, Reason, Route, mint
 from penstock.rules.identity import canonical_url, origin
+from penstock.rules.reasons import sentence
 
 SCHEMES = ("http", "https", "socks5")
 # Host of the health entry of the proxy itself: it cannot be reached, or rejects every request.
@@ -46,6 +47,10 @@ class Member(msgspec.Struct, frozen=True):
         return [("label", self.label)]
 
 
+class _Unusable(ValueError):
+    """The text of a proxy is not valid. The message does not contain the text."""
+
+
 def parse_member(line: str) -> Member:
     """Parse `scheme://[user:password@]host:port [WEIGHT]`, or `host:port[:user:password]`.
 
@@ -54,22 +59,22 @@ def parse_member(line: str) -> Member:
     text, *rest = line.split()
     weight = float(rest[0]) if len(rest) == 1 else 1.0
     if len(rest) > 1 or not 0 < weight <= 1e6:
-        raise ValueError("its weight is not a positive number")
+        raise _Unusable("its weight is not a positive number")
     if "://" not in text:
         m = _host_port(text)
         if m is None:
-            raise ValueError("it is neither a URL nor host:port")
+            raise _Unusable("it is neither a URL nor host:port")
         text = f"http://{m[3]}:{m[4]}@{m[1]}:{m[2]}" if m[3] else f"http://{text}"
     parts = urlsplit(text)
     scheme = parts.scheme.lower()
     if scheme not in SCHEMES:
-        raise ValueError(f"its scheme is not {', '.join(SCHEMES)}")
+        raise _Unusable(f"its scheme is not {', '.join(SCHEMES)}")
     try:
         host, port = parts.hostname, parts.port
     except ValueError:
         host = port = None
     if not host or not port or parts.path not in ("", "/") or parts.query or parts.fragment:
-        raise ValueError("it has no host or no port, or more than that")
+        raise _Unusable("it has no host or no port, or more than that")
     host_text = f"[{host}]" if ":" in host else host
     label = f"{scheme}://{'***@' if '@' in parts.netloc else ''}{host_text}:{port}"
     # The id includes the user name, because providers select sessions by it. The user name may be a
@@ -91,7 +96,7 @@ def parse_members(lines: Iterable[str]) -> tuple[Member, ...]:
         try:
             member = parse_member(line)
         except ValueError as e:
-            reason = str(e) if str(e).startswith("it") else "it cannot be read"
+            reason = e if isinstance(e, _Unusable) else "it cannot be read"
             raise ValueError(f"proxy {n}: {reason}") from None
         found.setdefault(member.id, member)
         if len(found) > MAX_MEMBERS:
@@ -161,12 +166,9 @@ def plan(pools: Mapping[str, Pool], route: Route, *, key: str, turn: int = 0) ->
     if route.pool:
         first = pools.get(route.pool)
         if first is None:
-            raise Failure(ErrorClass.PERMANENT, f"there is no proxy pool {route.pool!r}")
+            raise _no_pool(f"there is no proxy pool {route.pool!r}")
         if not _serves(first, route, named=True):
-            raise Failure(
-                ErrorClass.PERMANENT,
-                f"proxy pool {route.pool!r} does not serve {_describe_route(route)}",
-            )
+            raise _no_pool(f"proxy pool {route.pool!r} does not serve {_describe_route(route)}")
         chain = [first]
         while (
             (then := pools.get(chain[-1].next)) is not None
@@ -178,10 +180,14 @@ def plan(pools: Mapping[str, Pool], route: Route, *, key: str, turn: int = 0) ->
         return (chain[turn % len(chain)],)
     fit = [p for p in pools.values() if _serves(p, route, named=False)]
     if not fit:
-        raise Failure(ErrorClass.PERMANENT, f"no proxy pool serves {_describe_route(route)}")
+        raise _no_pool(sentence(Reason.NO_POOL, _describe_route(route)))
     fit.sort(key=lambda p: (-_score(key, p.name, p.weight), p.name))
     at = turn % len(fit)
     return (*fit[at:], *fit[:at])
+
+
+def _no_pool(reason: str) -> Failure:
+    return Failure(ErrorClass.PERMANENT, reason, code=Reason.NO_POOL)
 
 
 def _serves(pool: Pool, route: Route, *, named: bool) -> bool:
@@ -223,6 +229,7 @@ class Choice(msgspec.Struct, frozen=True):
 class Exhausted(msgspec.Struct, frozen=True):
     until: float
     reason: str
+    code: Reason
 
 
 View: TypeAlias = Mapping[tuple[str, str], Health]
@@ -279,16 +286,13 @@ def pick(
     names = " and ".join(repr(p.name) for p in pools)
     word = "pool" if len(pools) == 1 else "pools"
     if soonest < math.inf:
-        return Exhausted(
-            soonest,
-            f"proxy {word} {names} exhausted: every proxy cools down for {host}"
-            f"{f' (last: {last.reason})' if last.reason else ''}",
-        )
-    reason = "; ".join(dict.fromkeys(p.trouble for p in pools if p.trouble))
-    return Exhausted(
-        now + EMPTY_WAIT,
-        f"proxy {word} {names} exhausted: no proxies{f' ({reason})' if reason else ''}",
-    )
+        because = f" (last: {last.reason})" if last.reason else ""
+        reason = sentence(Reason.POOL_COOLING, word, names, host, because)
+        return Exhausted(soonest, reason, Reason.POOL_COOLING)
+    trouble = "; ".join(dict.fromkeys(p.trouble for p in pools if p.trouble))
+    because = f" ({trouble})" if trouble else ""
+    reason = sentence(Reason.POOL_EMPTY, word, names, because)
+    return Exhausted(now + EMPTY_WAIT, reason, Reason.POOL_EMPTY)
 
 
 def _weighted(members: Sequence[Member], random: float) -> Member:
@@ -328,15 +332,15 @@ class ProxyFailed(Failure):
         detail: str = "",
         status: int | None = None,
     ) -> None:
-        super().__init__(kind, reason, detail=detail, status=status)
+        super().__init__(kind, reason, code=Reason.PROXY, detail=detail, status=status)
         self.own = own
 
 
 class PoolExhausted(Failure):
     """No proxy is available now. The event is delayed without a charge, until `retry.max_age`."""
 
-    def __init__(self, reason: str, *, after: float) -> None:
-        super().__init__(ErrorClass.THROTTLED, reason, after=after)
+    def __init__(self, reason: str, *, code: Reason, after: float) -> None:
+        super().__init__(ErrorClass.THROTTLED, reason, code=code, after=after)
 
 
 def failure_scope(failure: Failure) -> str | None:

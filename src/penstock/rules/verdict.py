@@ -5,13 +5,13 @@ See `retry` for retries.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
 
 import msgspec
 
-from penstock.model import ErrorClass, Failure
+from penstock.model import ErrorClass, Failure, Reason
 from penstock.rules.pace import parse_retry_after
+from penstock.rules.reasons import LIBCURL, sentence
 
 _T, _X, _B, _P, _O = (
     ErrorClass.THROTTLED,
@@ -25,11 +25,19 @@ _T, _X, _B, _P, _O = (
 class Verdict(msgspec.Struct, frozen=True):
     kind: ErrorClass
     reason: str
+    code: Reason
     after: float | None = None  # seconds to wait, by the server's Retry-After
     status: int | None = None
 
     def failure(self, detail: str = "") -> Failure:
-        return Failure(self.kind, self.reason, after=self.after, status=self.status, detail=detail)
+        return Failure(
+            self.kind,
+            self.reason,
+            code=self.code,
+            after=self.after,
+            status=self.status,
+            detail=detail,
+        )
 
 
 # -- responses -------------------------------------------------------------------------------------
@@ -126,84 +134,44 @@ def judge(
         if not _is_html(headers) or method == "HEAD":
             return None
         if len(body) < SMALL and not body.strip():
-            return (
-                Verdict(_B, f"HTTP {status} with an empty body", status=status)
-                if status == 200
-                else None
-            )
+            return _response(_B, Reason.EMPTY_BODY, status) if status == 200 else None
         if who := challenge(headers, body):
-            return Verdict(_B, f"HTTP {status}, but a challenge page ({who})", status=status)
+            return _response(_B, Reason.CHALLENGE, status, who)
         if soft_404 and len(body) <= SMALL:
             low = body.lower()
             if any(mark in low for mark in SOFT_404):
-                return Verdict(
-                    _B, f"HTTP {status}, but the page says that there is none", status=status
-                )
+                return _response(_B, Reason.SOFT_404, status)
         return None
     if status == 304:
-        return (
-            None
-            if conditional
-            else Verdict(_X, "HTTP 304, though nothing was asked conditionally", status=status)
-        )
+        return None if conditional else _response(_X, Reason.UNASKED_304, status)
     if status < 200:
-        return Verdict(_X, f"HTTP {status} is no final answer", status=status)
+        return _response(_X, Reason.NOT_FINAL, status)
     if status < 400:
-        return Verdict(_P, f"HTTP {status} leads nowhere", status=status)
+        return _response(_P, Reason.NO_LOCATION, status)
     kind = STATUS.get(status) or (_P if status < 500 else _X)
-    if kind is _T:
-        value = headers.get("retry-after")
-        after = parse_retry_after(value, now) if value else None
-        # Old challenge pages have status 503. With a Retry-After, the server is really throttling.
-        if after is None and (who := challenge(headers, body)):
-            return Verdict(_B, f"HTTP {status} with a challenge page ({who})", status=status)
-        return Verdict(
-            _T,
-            f"HTTP {status}" + (f", retry after {after:.0f} s" if after is not None else ""),
-            after,
-            status,
-        )
-    if kind is _B and (who := challenge(headers, body)):
-        return Verdict(_B, f"HTTP {status} with a challenge page ({who})", status=status)
-    return Verdict(kind, f"HTTP {status}", status=status)
+    value = headers.get("retry-after") if kind is _T else None
+    after = parse_retry_after(value, now) if value else None
+    if after is not None:
+        return _response(_T, Reason.RETRY_AFTER, status, after, after=after)
+    # Old challenge pages have status 503. With a Retry-After, the server is really throttling.
+    if kind in (_T, _B) and (who := challenge(headers, body)):
+        return _response(_B, Reason.CHALLENGE_ERROR, status, who)
+    return _response(kind, Reason.HTTP, status)
+
+
+def _response(
+    kind: ErrorClass, code: Reason, status: int, *facts: object, after: float | None = None
+) -> Verdict:
+    return Verdict(kind, sentence(code, status, *facts), code, after, status)
 
 
 # -- libcurl errors --------------------------------------------------------------------------------
 
-# CURLcode → class and reason. Any other code is transient, because it has no meaning for the page.
-CURL: dict[int, tuple[ErrorClass, str]] = {
-    1: (_P, "the answer is not HTTP"),
-    3: (_P, "not a URL libcurl takes"),
-    4: (_O, "libcurl was built without something we need"),
-    5: (_X, "the proxy's name did not resolve"),
-    6: (_X, "the name did not resolve"),
-    7: (_X, "no connection"),
-    8: (_X, "the answer is not valid HTTP"),
-    16: (_X, "HTTP/2 framing error"),
-    18: (_X, "the body ended early"),
-    27: (_O, "out of memory"),
-    28: (_X, "timed out"),
-    35: (_X, "the TLS handshake failed"),
-    43: (_O, "libcurl was called wrongly"),
-    47: (_P, "too many redirects"),
-    51: (_P, "bad TLS certificate"),
-    52: (_X, "the server closed without an answer"),
-    53: (_O, "no TLS engine"),
-    55: (_X, "the connection broke while sending"),
-    56: (_X, "the connection broke, or the answer did, while receiving"),
-    58: (_O, "our own TLS certificate"),
-    59: (_P, "no common TLS cipher"),
-    60: (_P, "bad TLS certificate"),
-    61: (_X, "broken content encoding"),
-    63: (_P, "the body is too large"),
-    77: (_O, "our list of certificate authorities cannot be read"),
-    83: (_P, "bad TLS certificate issuer"),
-    90: (_P, "the TLS key is not the pinned one"),
-    91: (_P, "bad TLS certificate status"),
-    92: (_X, "HTTP/2 stream error"),
-    96: (_X, "QUIC connection error"),
-    97: (_X, "the proxy did not connect"),
-    100: (_P, "the answer's headers are too large"),
+# CURLcode → class. Any other code is transient, because it has no meaning for the page.
+CURL: dict[int, ErrorClass] = {
+    **dict.fromkeys((1, 3, 47, 51, 59, 60, 63, 83, 90, 91, 100), _P),
+    **dict.fromkeys((5, 6, 7, 8, 16, 18, 28, 35, 52, 55, 56, 61, 92, 96, 97), _X),
+    **dict.fromkeys((4, 27, 43, 53, 58, 77), _O),
 }
 # An interrupted handshake may work next time. A handshake in which both sides disagree will not.
 _DISAGREES = (
@@ -220,57 +188,46 @@ _DISAGREES = (
 
 def transport(code: int, message: str = "") -> Verdict:
     """Return the verdict on a CURLcode and libcurl's message."""
-    kind, reason = CURL.get(code, (_X, f"libcurl error {code}"))
+    kind = CURL.get(code, _X)
     if code == 35 and any(mark in message.lower() for mark in _DISAGREES):
         kind = _P
-    return Verdict(kind, reason)
+    if code not in LIBCURL:
+        return Verdict(kind, sentence(Reason.TRANSFER, code), Reason.TRANSFER)
+    reason, text = LIBCURL[code]
+    return Verdict(kind, text, reason)
 
 
 # -- exceeded limits -------------------------------------------------------------------------------
 
-
-class Breach(enum.Enum):
-    """A limit of Penstock that ended the exchange. The caller of `breach` adds details."""
-
-    HEADERS = (_P, "the answer's headers are larger than the limit")
-    CUT = (_X, "the answer ended inside its headers")
-    BODY = (_P, "the body is larger than the limit")
-    DECODED = (_P, "the decoded body is larger than the limit")
-    CODINGS = (_P, "too many nested content codings")
-    CODING = (_X, "the body is not what its content-encoding says")
-    CONNECT = (_X, "no connection in time")
-    FIRST_BYTE = (_X, "no first byte in time")
-    TOTAL = (_X, "not finished in time")
-    RATE = (_X, "slower than the minimum rate")
-    BAD_URL = (_P, "not a URL we fetch")
-    BAD_REQUEST = (_P, "not a request we send")
-    FORBIDDEN = (_P, "forbidden address")
-    ROBOTS = (_P, "robots.txt disallows it")
-    ROBOTS_LATER = (_X, "robots.txt cannot be read now, so nothing may be fetched")
-    REDIRECTS = (_P, "too many redirects")
-    LOOP = (_P, "a redirect leads back to itself")
-    DOWNGRADE = (_P, "a redirect leads from https to http")
-    NOWHERE = (_P, "a redirect leads to nothing we fetch")
-    HELD = (_T, "the host is to be left alone for now")
-    PROXY = (_X, "the proxy did not let us through")
-    BAD_PROXY = (_O, "not a proxy we can use")
-    SOCKET = (_O, "this machine gave us no socket")
-    CLOSED = (_O, "the fetcher is closed")
-
-    @property
-    def kind(self) -> ErrorClass:
-        return self.value[0]
-
-    @property
-    def sentence(self) -> str:
-        return self.value[1]
-
-
-_OVERSIZED = (
-    *(b.sentence for b in (Breach.HEADERS, Breach.BODY, Breach.DECODED, Breach.CODINGS)),
-    CURL[63][1],
-    CURL[100][1],
-)
+# Limits and rules of Penstock that end an exchange, with the class of the failure.
+LIMITS: dict[Reason, ErrorClass] = {
+    Reason.HEADERS: _P,
+    Reason.CUT: _X,
+    Reason.BODY: _P,
+    Reason.DECODED: _P,
+    Reason.CODINGS: _P,
+    Reason.CODING: _X,
+    Reason.CONNECT: _X,
+    Reason.FIRST_BYTE: _X,
+    Reason.TOTAL: _X,
+    Reason.RATE: _X,
+    Reason.BAD_URL: _P,
+    Reason.BAD_REQUEST: _P,
+    Reason.FORBIDDEN: _P,
+    Reason.ROBOTS: _P,
+    Reason.ROBOTS_LATER: _X,
+    Reason.REDIRECTS: _P,
+    Reason.LOOP: _P,
+    Reason.DOWNGRADE: _P,
+    Reason.NOWHERE: _P,
+    Reason.HELD: _T,
+    Reason.PROXY: _X,
+    Reason.BAD_PROXY: _O,
+    Reason.SOCKET: _O,
+    Reason.CLOSED: _O,
+}
+Breach = Reason  # the name that net and fetching use
+_TOO_LARGE = (Reason.HEADERS, Reason.BODY, Reason.DECODED, Reason.CODINGS)
 
 
 def oversized(failure: Failure) -> bool:
@@ -278,15 +235,13 @@ def oversized(failure: Failure) -> bool:
 
     That has no meaning for other pages of the server.
     """
-    return failure.reason.startswith(_OVERSIZED)
+    return failure.code in _TOO_LARGE
 
 
 def breach(
-    limit: Breach, detail: str = "", *, after: float | None = None, status: int | None = None
+    limit: Reason, detail: str = "", *, after: float | None = None, status: int | None = None
 ) -> Failure:
+    """Return the failure of an exchange that a limit ended. The limit is one of LIMITS."""
     return Failure(
-        limit.kind,
-        f"{limit.sentence}: {detail}" if detail else limit.sentence,
-        after=after,
-        status=status,
+        LIMITS[limit], sentence(limit, detail=detail), code=limit, after=after, status=status
     )

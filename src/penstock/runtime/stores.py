@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import difflib
 import logging
 import os
 import random
@@ -20,9 +19,10 @@ from penstock.claims.sql import SqlClaims
 from penstock.claims.sql_hosts import SqlHosts
 from penstock.claims.sql_proxies import SqlProxies
 from penstock.clock import SystemClock
+from penstock.config.options import suggest
 from penstock.config.schema import Config
 from penstock.engine.settings import LifecycleSettings, SinkBinding
-from penstock.errors import ConfigError, StoreUnavailable, Unreachable
+from penstock.errors import ConfigError, NoState, StoreUnavailable
 from penstock.ledgers.sql.ledger import SqlLedger
 from penstock.pages.bound import IndexedPages
 from penstock.ports import (
@@ -132,12 +132,9 @@ def adapter(kind: str, url: str) -> Callable[..., Any]:
     scheme = url.partition(":")[0].partition("+")[0]
     known = {e.name: e for e in entry_points(group=f"penstock.{kind}")}
     if scheme not in known:
-        close = difflib.get_close_matches(scheme, known, n=1)
         raise ConfigError(
             f"no {NOUNS[kind]} adapter for {scheme!r}",
-            hint=f"did you mean {close[0]}:…?"
-            if close
-            else f"there are: {', '.join(sorted(known)) or 'none'}",
+            hint=suggest(scheme, known, f"there are: {', '.join(sorted(known)) or 'none'}"),
         )
     try:
         opener: Callable[..., Any] = known[scheme].load()
@@ -167,7 +164,7 @@ def open_stores(
         and config.ledger.url.startswith("sqlite:")
         and not Path(config.ledger.url.removeprefix("sqlite:")).exists()
     ):
-        raise Unreachable(
+        raise NoState(
             f"there is no Penstock state in {config.state.dir}",
             hint="run `penstock push URL` or `penstock run FILE` here first, or name another place with --state",
         )

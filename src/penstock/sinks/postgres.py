@@ -15,6 +15,7 @@ from urllib.parse import parse_qsl, quote, urlencode
 import psycopg
 from psycopg import errors
 
+from penstock.config.options import check_names
 from penstock.errors import ConfigError, StoreUnavailable
 from penstock.ports import Reopen, Row
 from penstock.sinks.common import PREFIX, option_max_columns
@@ -199,12 +200,7 @@ def open_sink(url: str, options: Mapping[str, Any], base: Path) -> PostgresSink:
         | {name: value for name, value in parts if name in _OPTIONS}
         | dict(options)
     )
-    for name in given:
-        if name not in _OPTIONS:
-            raise ConfigError(
-                f"sink {address.label}: unknown option {name!r}",
-                hint=f"options of postgres sinks: {', '.join(_OPTIONS)}",
-            )
+    check_names(f"sink {address.label}", given, _OPTIONS)
     table, schema, mode = (
         str(given.get("table", "records")),
         str(given.get("schema", PUBLIC)),

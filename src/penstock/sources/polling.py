@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable
 from hashlib import blake2b
@@ -12,6 +11,7 @@ import msgspec
 import zstandard
 
 from penstock.authoring.pipeline import SourceSpec
+from penstock.config.options import resolve_env
 from penstock.errors import ConfigError, UsageError
 from penstock.rules.identity import BadUrl, canonical_url
 from penstock.sources.base import BaseSource, SourceContext
@@ -228,12 +228,7 @@ def secret_of(spec: SourceSpec, name: str, value: str) -> str:
 
     Raises ConfigError if the environment variable is not set.
     """
-    m = re.fullmatch(r"(.*?)\benv:([A-Za-z_][A-Za-z0-9_]*)", value, re.S)
+    m = re.fullmatch(r"(.*?)\b(env:[A-Za-z_][A-Za-z0-9_]*)", value, re.S)
     if m is None:
         return value
-    if not (secret := os.environ.get(m[2])):
-        raise ConfigError(
-            f"source {spec.name}: {name} needs the environment variable {m[2]}, and it is not set",
-            hint=f"export {m[2]}=…",
-        )
-    return m[1] + secret.strip()
+    return m[1] + resolve_env(f"source {spec.name}: {name}", m[2]).strip()

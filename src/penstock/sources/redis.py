@@ -5,7 +5,6 @@ Elements are moved atomically into a hash, and deleted from it when the ledger h
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Final
@@ -14,6 +13,7 @@ from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 import msgspec
 
 from penstock.authoring.pipeline import SourceSpec
+from penstock.config.options import resolve_env
 from penstock.errors import ConfigError, PenstockError, SourceDown, Unreachable, UsageError
 from penstock.model import mint
 from penstock.ports import Batch, Finding
@@ -262,7 +262,7 @@ def open_source(spec: SourceSpec, context: SourceContext) -> RedisList:
     The options `username` and `password` take precedence over those in the URL.
     """
     login = {
-        name: _text(spec, name, value)
+        name: resolve_env(f"source {spec.name}: {name}", value)
         for name, value in options(spec, {"username": "", "password": ""}).items()
     }
     parts = urlsplit(spec.url)
@@ -282,15 +282,3 @@ def open_source(spec: SourceSpec, context: SourceContext) -> RedisList:
         )
     server = UserServer(urlunsplit((parts.scheme, address, parts.path, rest, "")), evictable=False)
     return RedisList(spec, context, server, *named[0])
-
-
-def _text(spec: SourceSpec, name: str, value: str) -> str:
-    if not value.startswith("env:"):
-        return value
-    variable = value.removeprefix("env:")
-    if not os.environ.get(variable):
-        raise ConfigError(
-            f"source {spec.name}: {name} is read from the variable {variable}, which is not set",
-            hint=f"export {variable}=…",
-        )
-    return os.environ[variable]

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 from redis import Redis
 from redis import exceptions as wrong
@@ -19,13 +19,14 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.retry import Retry as BlockingRetry
 
+from penstock.config import units
+from penstock.config.options import query_options, read_options
 from penstock.errors import ConfigError, PenstockError, StoreUnavailable, Unreachable
 
 # Oldest supported version. It has script flags, LPOP with a count, and an XAUTOCLAIM that drops
 # deleted entries.
 OLDEST = (7, 0)
 REPLY_TIMEOUT = 10.0  # seconds for one round trip, after which the server counts as unavailable
-TLS_OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 Argument = str | bytes | int | float
 
 
@@ -301,6 +302,23 @@ def judge(facts: Mapping[str, str], name: str, *, evictable: bool, volatile: boo
         )
 
 
+def _existing_file(value: object) -> str:
+    if not Path(str(value)).is_file():
+        raise ValueError(value)
+    return str(value)
+
+
+_OPTIONS = {"volatile": units.choices("allow")}
+_TLS_OPTIONS = dict.fromkeys(
+    ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile"),
+    units.Kind(
+        name="file",
+        expected="the path of a PEM file that this user may read",
+        read=_existing_file,
+    ),
+)
+
+
 def parse(url: str) -> tuple[dict[str, Any], bool]:
     """Return the connection options, and whether the DSN has `volatile=allow`.
 
@@ -334,20 +352,6 @@ def parse(url: str) -> tuple[dict[str, Any], bool]:
         options["username"] = unquote(parts.username)
     if parts.password:
         options["password"] = unquote(parts.password)
-    volatile = False
-    for name, value in parse_qsl(parts.query, keep_blank_values=True):
-        if name == "volatile" and value == "allow":
-            volatile = True
-        elif name in TLS_OPTIONS and parts.scheme == "rediss":
-            if not Path(value).is_file():
-                raise ConfigError(
-                    f"the Redis DSN names {value} as {name}, which is not a file",
-                    hint="give the path of a PEM file that this user may read",
-                )
-            options[name] = value
-        else:
-            raise ConfigError(
-                f"the Redis DSN has an unknown option, or an unknown value of it: {name}",
-                hint=f"use volatile=allow, or with rediss {', '.join(TLS_OPTIONS)}",
-            )
-    return options, volatile
+    known = _OPTIONS | _TLS_OPTIONS if parts.scheme == "rediss" else _OPTIONS
+    options |= read_options("the Redis DSN", query_options(parts.query), known)
+    return options, options.pop("volatile", "") == "allow"

@@ -6,14 +6,14 @@ The contents of the bucket are handled elsewhere.
 from __future__ import annotations
 
 import datetime
-import difflib
 import re
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import urlsplit
 
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
+from penstock.config.options import check_names, query_options
 from penstock.errors import ConfigError, PenstockError, Unreachable
 from penstock.rules.masking import mask
 
@@ -82,16 +82,10 @@ def bucket_at(url: str, *, whole: bool = False) -> tuple[Any, str]:
     ConfigError.
     """
     parts = urlsplit(url)
-    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    options = query_options(parts.query)
     if not parts.netloc or "@" in parts.netloc:
         raise ConfigError(f"{mask(url)} names no bucket", hint=EXAMPLE)
-    for name in options:
-        if name not in OPTIONS:
-            near = difflib.get_close_matches(name, OPTIONS, 1)
-            raise ConfigError(
-                f"{mask(url)}: {name!r} is not an option of an S3 URL",
-                hint=f"did you mean {near[0]}?" if near else "options: " + ", ".join(OPTIONS),
-            )
+    check_names(mask(url), options, OPTIONS)
     if bool(options.get("key")) != bool(options.get("secret")):
         raise ConfigError(
             f"{mask(url)} has half of its credentials",

@@ -11,8 +11,9 @@ import msgspec
 from penstock.ledgers.sql.dead_letters import SqlDeadLetters
 from penstock.ledgers.sql.history import count, count_all, record
 from penstock.ledgers.sql.ledger import SqlLedger
-from penstock.model import Event
+from penstock.model import Event, Reason
 from penstock.ports import DeadLetter, End, EventState, NewEvent, Start
+from penstock.rules.reasons import sentence
 from penstock.stores.sql import Rows, Tx
 
 _FETCHED = "INSERT INTO fetched VALUES(?,?,?) ON CONFLICT(event) DO UPDATE SET page=excluded.page, meta=excluded.meta"
@@ -199,7 +200,7 @@ class SqlEvents:
 
     def mark_duplicate(self, event: Event, was: EventState, of: str, now: float) -> None:
         """End an event as the duplicate of the event `of`."""
-        reason = f"duplicate of {of}"
+        reason = sentence(Reason.DUPLICATE, of)
         self._tx.execute(
             "UPDATE event SET status='duplicate', duplicate_of=?, finished_at=?, reason=?"
             " WHERE n=?",

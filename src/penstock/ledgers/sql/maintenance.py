@@ -9,7 +9,9 @@ from penstock.ledgers.sql.counters import TALLY_SECONDS
 from penstock.ledgers.sql.dead_letters import SqlDeadLetters
 from penstock.ledgers.sql.history import count, count_all, record
 from penstock.ledgers.sql.ledger import SqlLedger
+from penstock.model import Reason
 from penstock.ports import DeadLetter, StoredEvent
+from penstock.rules.reasons import sentence
 from penstock.stores.sql import Tx
 
 _STORED = (
@@ -41,7 +43,7 @@ class SqlEventMaintenance:
         delta: Counter[tuple[str, str]] = Counter()
         for n, topic in rows:
             self._tx.execute("UPDATE event SET status='pending' WHERE n=?", (n,))
-            record(self._tx, n, now, "pending", reason="its time has come")
+            record(self._tx, n, now, "pending", reason=sentence(Reason.DUE))
             delta[topic, "delayed"] -= 1
             delta[topic, "pending"] += 1
         count_all(self._tx, delta)
@@ -59,7 +61,9 @@ class SqlEventMaintenance:
             ).get
             if row is not None:
                 n, topic = row
-                record(self._tx, n, now, "pending", reason="worker gone", worker=worker)
+                record(
+                    self._tx, n, now, "pending", reason=sentence(Reason.WORKER_GONE), worker=worker
+                )
                 delta[topic, "in_flight"] -= 1
                 delta[topic, "pending"] += 1
         count_all(self._tx, delta)
