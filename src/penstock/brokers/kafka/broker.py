@@ -1,9 +1,8 @@
 """Kafka broker: one server-side topic per priority class, retry delay and for dead letters.
 
 Messages are settled in any order. The other modules: `url` (the URL and its options),
-`topics` (server-side names, offsets), `producer`, `consumer`, `group_reader`,
-`entries` (buffered messages), `message` (message format), `history` (reading without
-a group).
+`topics` (server-side names, offsets), `producer`, `consumer`, `group_reader`, `commits`,
+`entries` (buffered messages), `message` (message format), `history` (reading without a group).
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar, TypeVarTuple
 
 import msgspec
 
@@ -45,6 +44,7 @@ from penstock.rules.priority import LOWEST, class_of
 from penstock.stores.context import Context
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 CAPS = Capabilities(
     order_per_key="native",
     strict_priority="none",
@@ -71,7 +71,7 @@ class KafkaBroker:
         self._readers: dict[tuple[str, str], GroupReader] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kafka-admin")
 
-    async def _run_admin(self, work: Callable[..., T], *args: Any) -> T:
+    async def _run_admin(self, work: Callable[[*Ts], T], *args: *Ts) -> T:
         """Run a blocking call to the servers in the admin thread, one at a time."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 

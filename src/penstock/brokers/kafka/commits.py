@@ -44,7 +44,7 @@ class Commits:
         return self._next
 
     async def run(self) -> None:
-        """Commit whenever a commit is started. Runs until it is cancelled."""
+        """Run the commits that `start` asks for, until the task is cancelled."""
         while True:
             await self._wanted.wait()
             self._wanted.clear()
@@ -65,8 +65,8 @@ class Commits:
     async def _send(self) -> KafkaError | None:
         """Send one commit to the consumer thread. Return its error.
 
-        Lost partitions are not committed. The thread answers even if none is left, after it has
-        reported the loss. So a settle that waits for the answer knows the result of the last commit.
+        Lost partitions are not committed. The thread answers even an empty request, after it has
+        reported the loss. So a waiting settle knows whether the last commit was confirmed.
         """
         parts = set(self.uncommitted)
         self.uncommitted.clear()

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVarTuple
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
@@ -61,6 +61,7 @@ _OUTAGES = (
 # Numbers all assignments of this process, so that a token of an earlier reader never equals a
 # token of a later one.
 _epochs = itertools.count(1)
+Ts = TypeVarTuple("Ts")
 
 
 class GroupConsumer:
@@ -86,7 +87,7 @@ class GroupConsumer:
         self._last_probe = self._last_activity = 0.0
         threading.Thread(target=self._run, name=f"kafka-{group_id}", daemon=True).start()
 
-    def _call_in_loop(self, call: Callable[..., Any], *args: Any) -> None:
+    def _call_in_loop(self, call: Callable[[*Ts], object], *args: *Ts) -> None:
         try:
             self._loop.call_soon_threadsafe(call, *args)
         except RuntimeError:  # the loop is closed, and the owner did not close this consumer
@@ -211,17 +212,12 @@ class GroupConsumer:
 
         Polling continues, so the membership is kept.
         """
-        now = time.monotonic()
+        now, settings = time.monotonic(), self._reader.settings
         for part in list(self._backpressure_checks):
-            count, size = (
-                part.received_count - part.settled_count,
-                part.received_bytes - part.settled_bytes,
-            )
-            settings = self._reader.settings
             window = RETRY_WINDOW if part.server_topic.delay else settings.window
             share = max(
-                count / window,
-                size / settings.window_bytes,
+                (part.received_count - part.settled_count) / window,
+                (part.received_bytes - part.settled_bytes) / settings.window_bytes,
                 (part.next_offset - part.last_watermark) / (SPAN - 2 * MAX_POLL_MESSAGES),
             )
             if (share >= 1 and not part.paused) or (

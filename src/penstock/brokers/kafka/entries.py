@@ -75,10 +75,20 @@ class Partition:
         self.settled_count += len(messages)
         self.settled_bytes += sum(len(e.body) + MESSAGE_OVERHEAD for e in messages)
 
+    def restart(self, offset: int) -> None:
+        """Start again at `offset`, because the offsets went backwards.
+
+        The topic was recreated, or a server lost its newest messages. The recorded offsets belong
+        to other messages now.
+        """
+        self.count_settled(self.window.open.values())
+        self.window, self.last_watermark = Window(self.window.epoch, offset), offset
+
     def retention_alarm(self, now: float, keep: float) -> str:
         """Return a warning if the oldest unsettled message is older than half of the retention.
 
-        `keep` is the retention in seconds, negative for ever. Return "" if there is no warning.
+        `keep` is the retention in seconds, or negative if the topic is not limited by time. Return
+        "" if there is no warning.
         """
         oldest = self.window.open.get(self.window.watermark)
         if keep <= 0 or oldest is None or now - oldest.published_at <= keep / 2:

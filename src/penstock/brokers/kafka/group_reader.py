@@ -30,7 +30,6 @@ from penstock.brokers.kafka.url import Settings, unavailable_error
 from penstock.errors import StoreUnavailable
 from penstock.model import Ack, Dead, Outcome, Retry
 from penstock.ports import Clock, Delivery, Published
-from penstock.rules.watermark import Window
 
 # After this many messages arrived together, a receive call with a partial batch waits this long
 # for more. Every batch costs a commit.
@@ -142,7 +141,7 @@ class GroupReader:
 
     def delayed_count(self) -> int:
         """Return how many messages wait here until due, except those in delayed retry topics."""
-        return sum(1 for e in self.backlog.delayed() if not e.part.server_topic.delay)
+        return sum(not e.part.server_topic.delay for e in self.backlog.delayed())
 
     def drop_deleted(self, ends: Mapping[TopicAndPartition, int]) -> None:
         """Settle messages below these offsets, which the server has deleted, unless handed out."""
@@ -345,7 +344,8 @@ class GroupReader:
     def _add_message(self, part: Partition, e: BufferedMessage, now: float) -> None:
         """Add one message that may be settled already, or has a due time or a target group."""
         if e.offset < part.window.next:
-            self._reset_partition(part, e.offset)
+            self._drop_messages({part})
+            part.restart(e.offset)
         if not part.window.add(e.offset, e) or (e.target_group and e.target_group != self.group):
             # Skip the message: it was settled before a restart, or is for another group.
             part.window.settle(e.offset, part.window.epoch)
@@ -358,16 +358,6 @@ class GroupReader:
             self.backlog.put(e)
         else:
             self._schedule(e, now)
-
-    def _reset_partition(self, part: Partition, offset: int) -> None:
-        """Start the partition again at `offset`, because its offsets went backwards.
-
-        The topic was recreated, or a server lost its newest messages. The recorded offsets belong
-        to other messages now.
-        """
-        self._drop_messages({part})
-        part.count_settled(part.window.open.values())
-        part.window, part.last_watermark = Window(part.window.epoch, offset), offset
 
     def _drop_messages(self, parts: set[Partition]) -> None:
         """Drop the buffered messages and the deliveries of these partitions."""

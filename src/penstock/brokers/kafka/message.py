@@ -14,7 +14,7 @@ from confluent_kafka import KafkaError
 
 from penstock.brokers.kafka.entries import MESSAGE_OVERHEAD, BufferedMessage, Partition, Run
 from penstock.brokers.kafka.producer import Message
-from penstock.brokers.kafka.topics import NORMAL
+from penstock.brokers.kafka.topics import NORMAL, TopicAndPartition
 from penstock.model import mint
 from penstock.ports import Delivery, Out
 from penstock.rules.priority import class_of
@@ -64,7 +64,7 @@ def dead_letter(topic: str, d: Delivery, reason: str) -> Message:
 
 def read_runs(
     messages: Sequence[Any],
-    assigned: Mapping[tuple[str, int], Partition],
+    assigned: Mapping[TopicAndPartition, Partition],
     on_error: Callable[[KafkaError], None],
 ) -> list[Run]:
     """Return the received messages as runs of one partition, in the order of arrival.
