@@ -364,7 +364,7 @@ async def test_blocked_hosts_are_listed_first_and_resume_keeps_a_retry_after(
         )
         assert by_host["many.example"]["state"] == "paused"
         assert [r["status"] for r in blocked["robots_txt"]] == [404]
-        assert "still blocked by its own Retry-After" in await domains.text("resume", web.url())
+        assert "is still blocked until" in await domains.text("resume", web.url())
         assert (await domains("show", web.url()))["state"] == "blocked"
         for bad in (
             ["limit", "x.example"],

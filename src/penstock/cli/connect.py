@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from penstock.cli.options import DEFAULTS, Common, Json, confirmed
+from penstock.cli.options import (
+    DEFAULTS,
+    Common,
+    Json,
+    PipelineArgument,
+    Yes,
+    confirmed,
+    pipeline_file,
+    read_value,
+)
 from penstock.cli.output import (
     FIXED,
     FOLD,
@@ -25,7 +34,6 @@ from penstock.errors import CONFIGURATION, DIFFERENCES, OK, RAN_WITH_FAILURES, U
 from penstock.operate.figures import plural
 
 if TYPE_CHECKING:
-    from penstock.authoring.pipeline import Pipeline
     from penstock.connect.plan import Plan, Step
     from penstock.connect.rest import Known, Status, Worker
 
@@ -34,9 +42,6 @@ app = App(
     help="Kafka Connect: plan, apply and monitor the connectors of a pipeline.",
 )
 
-File = Annotated[
-    str | None, Parameter(help="a pipeline, .py or .toml (else `pipeline` of penstock.toml)")
-]
 Url = Annotated[
     str | None,
     Parameter(
@@ -51,7 +56,6 @@ Of = Annotated[
         help="only connectors of this pipeline, by name or file (else of all pipelines)",
     ),
 ]
-Yes = Annotated[bool, Parameter(name=["--yes", "-y"], help="do not ask for confirmation")]
 ACTIONS = {
     "create": ("+", "green"),
     "change": ("~", "yellow"),
@@ -116,13 +120,18 @@ def init(
 
 @app.command
 def plan(
-    file: File = None, /, *, url: Url = None, json: Json = False, common: Common = DEFAULTS
+    file: PipelineArgument = None,
+    /,
+    *,
+    url: Url = None,
+    json: Json = False,
+    common: Common = DEFAULTS,
 ) -> int:
     """Show the changes that `apply` would make, and check each connector. Sends nothing.
 
     Exit code 5 if a connector differs, 3 if a check failed.
     """
-    _, made, _ = _planned(common, file, url)
+    _, made = _planned(common, file, url)
     if json:
         print_json(
             {
@@ -140,7 +149,7 @@ def plan(
 
 @app.command
 def apply(
-    file: File = None,
+    file: PipelineArgument = None,
     /,
     *,
     prune: Annotated[
@@ -158,11 +167,8 @@ def apply(
     from penstock.config import units
     from penstock.connect.apply import apply as apply_plan
 
-    try:
-        timeout = units.duration(wait)
-    except ValueError:
-        raise UsageError(f"--wait {wait!r} is not a duration", hint="30s, 2m") from None
-    worker, made, _ = _planned(common, file, url)
+    timeout = read_value("--wait", wait, units.durations())
+    worker, made = _planned(common, file, url)
     done = apply_plan(
         made, worker, prune=prune, timeout=timeout, report=(lambda text: None) if json else say
     )
@@ -338,23 +344,17 @@ def _worker(common: Common, url: str | None) -> Worker:
     return Worker(url or common.load().config.connect.url)
 
 
-def _planned(common: Common, file: str | None, url: str | None) -> tuple[Worker, Plan, Pipeline]:
+def _planned(common: Common, file: str | None, url: str | None) -> tuple[Worker, Plan]:
     from penstock.authoring.load import load
     from penstock.connect.plan import make_plan
     from penstock.connect.render import render
     from penstock.connect.rest import Worker
 
     config = common.load().config
-    chosen = file or config.pipeline
-    if not chosen:
-        raise UsageError(
-            "no pipeline given",
-            hint='penstock connect plan FILE, or set pipeline = "shop.py" in penstock.toml',
-        )
-    pipeline = load(chosen)
+    pipeline = load(pipeline_file(config, file, "penstock connect plan FILE"))
     connectors = render(pipeline)
     worker = Worker(url or config.connect.url)
-    return worker, make_plan(pipeline.name, connectors, worker), pipeline
+    return worker, make_plan(pipeline.name, connectors, worker)
 
 
 def _pipeline_name(given: str | None) -> str | None:

@@ -13,19 +13,20 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
-from penstock.cli.options import DEFAULTS, Common, Json, ask
+from penstock.cli.options import DEFAULTS, Common, Json, ask, read_value
 from penstock.cli.output import (
     FIXED,
     FOLD,
     RIGHT,
-    console,
     plain,
     print_json,
+    report_pause,
     say,
     show,
     styled,
     table,
 )
+from penstock.config import units
 from penstock.errors import OK, ConfigError, UsageError
 from penstock.operate.figures import count, iso, lasting, moment, plural, size
 
@@ -66,7 +67,7 @@ def ls(
     if not found:
         say("no host is known yet")
         return OK
-    made = table(
+    columns = (
         ("host", FOLD),
         ("queued", RIGHT),
         ("rate", RIGHT),
@@ -77,21 +78,7 @@ def ls(
         ("robots.txt", FIXED),
         ("why", FOLD),
     )
-    for d in found:
-        ignored = _ignored(d)
-        own = "bold" if d.state.rate is not None else ""
-        made.add_row(
-            styled(d.host, "bold"),
-            count(d.queued),
-            styled(_rate(d), own),
-            styled(str(d.concurrency), "bold" if d.state.concurrency is not None else ""),
-            _state_text(d, now),
-            str(d.state.last_status or ""),
-            count(d.state.throttles) if d.state.throttles else "",
-            styled("ignored", "yellow") if ignored else _robots_state(d, now),
-            plain(f"{ignored.reason} ({ignored.who})") if ignored else "",
-        )
-    show(made)
+    show(table(*columns, rows=[_row(d, now) for d in found]))
     return OK
 
 
@@ -156,22 +143,14 @@ def pause(
     common: Common = DEFAULTS,
 ) -> int:
     """Stop requests to a host from all workers. Requests in flight finish, queued events wait."""
-    from penstock.config import units
-
-    key, seconds = _key(host, common), None
-    if for_ is not None:
-        try:
-            seconds = float(units.durations(0.001).read(for_))
-        except ValueError:
-            raise UsageError(
-                f"--for {for_!r} is not a duration", hint="--for 10m, 1h or 2d"
-            ) from None
+    key = _key(host, common)
+    seconds = None if for_ is None else read_value("--for", for_, units.durations(0.001))
     with _open(common, create=True) as (domains, _):
         until = domains.pause(key, seconds)
     if json:
         return _report(common, host, json=True)
-    end = "it is resumed" if until == math.inf else moment(until)
-    say(f"{key} is paused until {end} (`penstock domains resume {key}` resumes it)")
+    end = "" if until == math.inf else f" until {moment(until)}"
+    report_pause("domains", key, until=end, paused=True)
     return OK
 
 
@@ -184,9 +163,11 @@ def resume(host: Host, /, *, json: Json = False, common: Common = DEFAULTS) -> i
         held = ask(stores, lambda tx: domains.one_in(tx, key)).state.blocked_until
     if json:
         return _report(common, host, json=True)
-    say(f"{key} is resumed" + (f", {plural(freed, 'delayed event')} released" if freed else ""))
+    report_pause("domains", key, paused=False)
+    if freed:
+        say(f"{plural(freed, 'delayed event')} released")
     if held > time.time():
-        say(f"the host is still blocked by its own Retry-After until {moment(held)}")
+        say(f"{key} is still blocked until {moment(held)}: it sent Retry-After")
     return OK
 
 
@@ -276,12 +257,24 @@ def _report(common: Common, host: str, *, json: bool, create: bool = True) -> in
         styled(d.host, "bold"),
         "" if d.known else ": no state is stored yet, so the default limits apply",
     )
-    made = table(("", FIXED), ("", FOLD))
-    made.show_header = False
-    for name, text in _lines(d, now):
-        made.add_row(styled(name, "dim"), text)
-    console().print(made)
+    rows = [(styled(name, "dim"), text) for name, text in _lines(d, now)]
+    show(table(("", FIXED), ("", FOLD), rows=rows, header=False))
     return OK
+
+
+def _row(d: Domain, now: float) -> list[Text | str]:
+    ignored = next((e for e in d.exceptions if e.kind == "robots" and e.ended is None), None)
+    return [
+        styled(d.host, "bold"),
+        count(d.queued),
+        styled(_rate(d), "bold" if d.state.rate is not None else ""),
+        styled(str(d.concurrency), "bold" if d.state.concurrency is not None else ""),
+        _state_text(d, now),
+        str(d.state.last_status or ""),
+        count(d.state.throttles) if d.state.throttles else "",
+        styled("ignored", "yellow") if ignored else _robots_state(d, now),
+        plain(f"{ignored.reason} ({ignored.who})") if ignored else "",
+    ]
 
 
 def _lines(d: Domain, now: float) -> Iterator[tuple[str, Text | str]]:
@@ -332,10 +325,6 @@ def _lines(d: Domain, now: float) -> Iterator[tuple[str, Text | str]]:
                 "yellow" if e.ended is None else "dim",
             ),
         )
-
-
-def _ignored(d: Domain) -> Exempt | None:
-    return next((e for e in d.exceptions if e.kind == "robots" and e.ended is None), None)
 
 
 def _state_text(d: Domain, now: float) -> Text:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 from cyclopts import App, Parameter
 
-from penstock.cli.options import DEFAULTS, Common, Json
+from penstock.cli.options import DEFAULTS, Common, Json, PipelineFile, pipeline_file
 from penstock.cli.output import (
     FOLD,
     RIGHT,
     plain,
     print_json,
+    report,
     say,
     show,
     styled,
@@ -34,13 +34,6 @@ app = App(name="slots", help="replication slots of the pipeline's databases: lis
 Name = Annotated[
     str | None,
     Parameter(help="name of the source in `sources ls` (else every source that has a slot)"),
-]
-PipelineFile = Annotated[
-    str | None,
-    Parameter(
-        name=["--pipeline", "-p"],
-        help="a pipeline, .py or .toml (else `pipeline` of penstock.toml)",
-    ),
 ]
 
 
@@ -142,10 +135,8 @@ def drop(
     config = common.load().config
     (spec,) = _chosen(config, pipeline, name)
     dropped = _ask(config, spec, lambda source: source.drop_slot())
-    if json:
-        print_json({"source": name, "dropped": dropped})
-    else:
-        say(f"{name}: {'its slot is dropped' if dropped else 'there was no slot'}")
+    sentence = f"{name}: {'its slot is dropped' if dropped else 'there was no slot'}"
+    report({"source": name, "dropped": dropped}, sentence, json=json)
     return OK if dropped else DIFFERENCES
 
 
@@ -160,14 +151,10 @@ def _state(slot: SlotInfo) -> Any:
 def _chosen(config: Config, file: str | None, name: str | None) -> list[SourceSpec]:
     from penstock.authoring.load import load
 
-    chosen = file or config.pipeline
-    if not chosen:
-        raise UsageError(
-            "no pipeline given",
-            hint='--pipeline FILE, or set pipeline = "shop.py" in penstock.toml',
-        )
     specs = [
-        spec for spec in load(Path(chosen)).sources if spec.url.partition(":")[0].endswith("+cdc")
+        spec
+        for spec in load(pipeline_file(config, file)).sources
+        if spec.url.partition(":")[0].endswith("+cdc")
     ]
     if name is None:
         return specs

@@ -14,12 +14,14 @@ import msgspec
 from cyclopts import App, Parameter
 
 from penstock.cli import slots
-from penstock.cli.options import DEFAULTS, Common, Json, ask
+from penstock.cli.options import DEFAULTS, Common, Json, PipelineFile, ask, pipeline_file
 from penstock.cli.output import (
     FOLD,
     RIGHT,
     plain,
     print_json,
+    report,
+    report_pause,
     say,
     show,
     styled,
@@ -40,20 +42,13 @@ app.command(slots.app)
 Name = Annotated[str, Parameter(help="name of the source in `sources ls`")]
 # Seconds without a sign of a reader before a source is shown without one. One page may take long.
 READER_TIMEOUT = 300.0
-PipelineFile = Annotated[
-    str | None,
-    Parameter(
-        name=["--pipeline", "-p"],
-        help="a pipeline, .py or .toml (else `pipeline` of penstock.toml)",
-    ),
-]
 
 
 @app.command
 def ls(*, pipeline: PipelineFile = None, json: Json = False, common: Common = DEFAULTS) -> int:
     """List the sources of the pipeline and of the ledger: position, events, lag and errors."""
     config = common.load().config
-    specs = {spec.name: spec for spec in _declared(config, pipeline, required=False)}
+    specs = _declared(config, pipeline)
     states = _states(common, config)
     names = [*specs, *(name for name in states if name not in specs)]
     if json:
@@ -67,7 +62,7 @@ def ls(*, pipeline: PipelineFile = None, json: Json = False, common: Common = DE
             "or with [[source]] in a TOML pipeline"
         )
         return OK
-    made = table(
+    columns = (
         "source",
         "state",
         ("events", RIGHT),
@@ -76,18 +71,7 @@ def ls(*, pipeline: PipelineFile = None, json: Json = False, common: Common = DE
         ("behind", RIGHT),
         ("position", FOLD),
     )
-    for name in names:
-        state = states.get(name)
-        made.add_row(
-            styled(name, "bold"),
-            _state_text(state, declared=name in specs, now=time.time()),
-            count(state.events) if state else "",
-            count(state.refused) if state and state.refused else "",
-            moment(state.event_at) if state and state.event_at else "",
-            _behind(state),
-            plain(state.position or "") if state else "",
-        )
-    show(made)
+    show(table(*columns, rows=[_row(name, states.get(name), name in specs) for name in names]))
     for name in names:
         if (state := states.get(name)) and state.error:
             say(styled(plain(f"{name}: {state.error}"), "yellow"))
@@ -112,7 +96,7 @@ def try_(
     No event is published, and the position of the source does not change.
     """
     config = common.load().config
-    spec = _one(_declared(config, pipeline), name)
+    spec = _one(config, pipeline, name)
     cursor = None if start else _cursor(common, config, name)
     judged = asyncio.run(_preview(config, spec, cursor, max(1, limit)))
     if json:
@@ -127,11 +111,12 @@ def try_(
         }
         print_json(document)
         return OK
-    made = table("event", "priority", "cause", ("url", FOLD))
-    for e in judged.events:
-        made.add_row(e.id[:12], ("high", "normal", "low")[e.priority], plain(e.cause), plain(e.url))
     if judged.events:
-        show(made)
+        priorities = ("high", "normal", "low")
+        rows = [
+            (e.id[:12], priorities[e.priority], plain(e.cause), plain(e.url)) for e in judged.events
+        ]
+        show(table("event", "priority", "cause", ("url", FOLD), rows=rows))
     for finding, reason in judged.refused:
         say(styled(plain(f"refused: {finding.cause or finding.id}: {reason}"), "yellow"))
     passed = f", {judged.skipped} skipped" if judged.skipped else ""
@@ -157,7 +142,7 @@ def reset(
     Events that the ledger already has keep their ids and are not created again.
     """
     config = common.load().config
-    spec = _one(_declared(config, pipeline), name)
+    spec = _one(config, pipeline, name)
     cursor, description = (
         (None, "at the start") if to == "start" else asyncio.run(_place(config, spec, to))
     )
@@ -169,10 +154,8 @@ def reset(
             tx.sources.reset(name)
 
         stores.uow.write_now(work)
-    if json:
-        print_json({"source": name, "position": description})
-    else:
-        say(f"{name}: new position: {description}")
+    document = {"source": name, "position": description}
+    report(document, f"{name}: new position: {description}", json=json)
     return OK
 
 
@@ -199,7 +182,7 @@ def resume(name: Name, /, *, pipeline: PipelineFile = None, common: Common = DEF
 
 def _pause(common: Common, pipeline: str | None, name: str, reason: str | None) -> int:
     config = common.load().config
-    known = {spec.name: spec for spec in _declared(config, pipeline, required=False)}
+    known = _declared(config, pipeline)
     with common.stores(create=True, config=config) as stores:
 
         def work(tx: Transaction) -> list[str]:
@@ -211,32 +194,27 @@ def _pause(common: Common, pipeline: str | None, name: str, reason: str | None) 
         there = stores.uow.write_now(work)
     if name not in there:
         raise _unknown(name, [*known, *there])
-    say(f"{name} is {'resumed' if reason is None else 'paused'}")
+    report_pause("sources", name, paused=reason is not None)
     return OK
 
 
 # -- declared and recorded sources -----------------------------------------------------------------
 
 
-def _declared(config: Config, file: str | None, *, required: bool = True) -> list[SourceSpec]:
-    chosen = file or config.pipeline
-    if not chosen:
-        if required:
-            raise UsageError(
-                "no pipeline given",
-                hint='--pipeline FILE, or set pipeline = "shop.py" in penstock.toml',
-            )
-        return []
+def _declared(config: Config, file: str | None) -> dict[str, SourceSpec]:
+    """Return the sources of the pipeline by name, or none if no pipeline is given."""
+    if not (file or config.pipeline):
+        return {}
     from penstock.authoring.load import load
 
-    return list(load(Path(chosen)).sources)
+    return {spec.name: spec for spec in load(pipeline_file(config, file)).sources}
 
 
-def _one(specs: list[SourceSpec], name: str) -> SourceSpec:
-    found = next((spec for spec in specs if spec.name == name), None)
-    if found is None:
-        raise _unknown(name, [spec.name for spec in specs])
-    return found
+def _one(config: Config, file: str | None, name: str) -> SourceSpec:
+    specs = _declared(config, pipeline_file(config, file))
+    if name not in specs:
+        raise _unknown(name, [*specs])
+    return specs[name]
 
 
 def _unknown(name: str, known: list[str]) -> UsageError:
@@ -293,9 +271,27 @@ def _document(name: str, spec: SourceSpec | None, state: SourceState | None) -> 
     }
 
 
-def _state_text(state: SourceState | None, *, declared: bool, now: float) -> Any:
+def _row(name: str, state: SourceState | None, declared: bool) -> list[Any]:
     if state is None:
-        return "never read"
+        return [styled(name, "bold"), "never read"]
+    return [
+        styled(name, "bold"),
+        _state_text(state, declared=declared, now=time.time()),
+        count(state.events),
+        count(state.refused) if state.refused else "",
+        moment(state.event_at) if state.event_at else "",
+        _behind(state),
+        plain(state.position or ""),
+    ]
+
+
+def _behind(state: SourceState) -> str:
+    if state.lag is not None:
+        return lasting(state.lag)
+    return "" if state.backlog is None else count(state.backlog)
+
+
+def _state_text(state: SourceState, *, declared: bool, now: float) -> Any:
     if state.paused:
         return styled(plain(f"paused: {state.paused}"), "bold red")
     if state.error:
@@ -311,12 +307,6 @@ def _state_text(state: SourceState | None, *, declared: bool, now: float) -> Any
             f"no reader since {moment(last_seen)}" if last_seen else "not read yet", "yellow"
         )
     )
-
-
-def _behind(state: SourceState | None) -> str:
-    if state is None or (state.lag is None and state.backlog is None):
-        return ""
-    return lasting(state.lag) if state.lag is not None else count(state.backlog or 0)
 
 
 # -- calls to the source ---------------------------------------------------------------------------
