@@ -21,7 +21,7 @@ from penstock.cli.main import main
 from penstock.cli.output import console
 from penstock.config import files as config
 from penstock.intake.accept import push
-from penstock.runtime.process import Running
+from penstock.runtime.process import WorkerProcess
 from penstock.runtime.stores import open_stores
 from penstock.testing.web import Reply, Request, Web, reply
 
@@ -80,8 +80,8 @@ class Project:
         return json.loads(await self.text(*args, "--json"))
 
     @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[Running]:
-        running = Running(
+    async def running(self) -> AsyncIterator[WorkerProcess]:
+        running = WorkerProcess(
             self.config, self.dir / "shop.py", roles=frozenset({"fetch", "extract", "sink"})
         )
         stop = asyncio.Event()
@@ -93,7 +93,7 @@ class Project:
             await task
 
     async def run(self) -> None:
-        running = Running(
+        running = WorkerProcess(
             self.config, self.dir / "shop.py", roles=frozenset({"fetch", "extract", "sink"})
         )
         await running.run(asyncio.Event(), until_idle=True)

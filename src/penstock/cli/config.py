@@ -101,7 +101,7 @@ def check(
     }
     if chosen:
         from penstock.authoring.load import load
-        from penstock.runtime.process import check_sources, open_sinks
+        from penstock.runtime.sources_and_sinks import check_sources, open_sinks
 
         pipeline = load(chosen)
         open_sinks(pipeline, Path.cwd())

@@ -201,7 +201,7 @@ def robots(
     if what is not None:
         with _open(common, create=True) as (domains, _):
             if what == "ignore":
-                from penstock.runtime.process import operator
+                from penstock.runtime.fetching import operator
 
                 domains.ignore_robots(key, " ".join(reason.split()), operator())
             else:

@@ -291,7 +291,7 @@ async def _guarded(
 async def _run(config: Config, event: Event, max_wait: float, ignoring: str) -> _Report:
     from penstock.model import Failure
     from penstock.rules.proxies import needs_proxy
-    from penstock.runtime.process import open_fetcher, open_stage
+    from penstock.runtime.fetching import open_fetcher, open_stage
     from penstock.runtime.stores import Politeness
 
     store = Politeness(config)
@@ -351,7 +351,7 @@ async def _slot(store: Politeness, pace: _Pace, host: str, max_wait: float) -> N
 
 
 def _operator() -> str:
-    from penstock.runtime.process import operator
+    from penstock.runtime.fetching import operator
 
     return operator()
 

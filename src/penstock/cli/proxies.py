@@ -172,16 +172,13 @@ Row = tuple[str, str, str, int, float, float, str]
 
 def _known(common: Common, config: Config) -> tuple[list[Row], dict[str, tuple[float, int, str]]]:
     """Read failures and lists from the store. Return nothing if there is no store yet."""
-    from penstock.errors import Unreachable
+    from penstock.runtime.stores import has_state
 
-    try:
-        with common.stores(config=config) as stores:
-            proxies, store = stores.proxies, stores.db
-            return store.moment(proxies.troubled_in), store.moment(proxies.lists_in)
-    except Unreachable as e:
-        if "there is no Penstock state" not in e.message:
-            raise
+    if not has_state(config.ledger.url):
         return [], {}
+    with common.stores(config=config) as stores:
+        proxies, store = stores.proxies, stores.db
+        return store.moment(proxies.troubled_in), store.moment(proxies.lists_in)
 
 
 def _pool(
@@ -261,7 +258,7 @@ def _state(trouble: dict[str, Any] | None) -> tuple[Any, str, str]:
 async def _try_all(config: Config, names: list[str], url: str, limit: int) -> list[dict[str, Any]]:
     from penstock.model import Failure
     from penstock.rules.proxies import masked_list, parse_members
-    from penstock.runtime.process import listed_proxies, open_fetcher
+    from penstock.runtime.fetching import listed_proxies, open_fetcher
 
     fetcher, gate = open_fetcher(config), asyncio.Semaphore(MAX_PARALLEL)
     results: list[dict[str, Any]] = []

@@ -40,7 +40,7 @@ def run(
     """
     common.start_logging("info")
     config = common.load().config
-    from penstock.runtime.process import ROLES
+    from penstock.runtime.roles import ROLES
 
     roles = frozenset(name.strip() for part in role for name in part.split(",") if name.strip())
     if unknown := sorted(roles - set(ROLES)):

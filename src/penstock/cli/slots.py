@@ -169,7 +169,7 @@ def _chosen(config: Config, file: str | None, name: str | None) -> list[SourceSp
 
 
 def _ask(config: Config, spec: SourceSpec, question: Callable[[Any], Awaitable[T]]) -> T:
-    from penstock.runtime.process import source_to_look_at
+    from penstock.runtime.sources_and_sinks import source_to_look_at
 
     async def ask_and_close() -> T:
         async with source_to_look_at(config, spec) as (source, _):

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 from cyclopts import App, Parameter
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from penstock.intake.accept import Taken
     from penstock.ports import SourceState, Transaction
 
+T = TypeVar("T")
 app = App(name="sources", help="sources of events: list, test, reset, pause, resume")
 app.command(slots.app)
 Name = Annotated[str, Parameter(help="name of the source in `sources ls`")]
@@ -49,7 +50,8 @@ def ls(*, pipeline: PipelineFile = None, json: Json = False, common: Common = DE
     """List the sources of the pipeline and of the ledger: position, events, lag and errors."""
     config = common.load().config
     specs = _declared(config, pipeline)
-    states = _states(common, config)
+    recorded: list[SourceState] = _read(common, config, lambda tx: list(tx.sources.all()), [])
+    states = {state.name: state for state in recorded}
     names = [*specs, *(name for name in states if name not in specs)]
     if json:
         print_json(
@@ -97,7 +99,9 @@ def try_(
     """
     config = common.load().config
     spec = _one(config, pipeline, name)
-    cursor = None if start else _cursor(common, config, name)
+    cursor = None
+    if not start:
+        cursor = _read(common, config, lambda tx: tx.sources.cursor(name), None)
     judged = asyncio.run(_preview(config, spec, cursor, max(1, limit)))
     if json:
         document = {
@@ -226,25 +230,16 @@ def _unknown(name: str, known: list[str]) -> UsageError:
     )
 
 
-def _has_state(config: Config) -> bool:
-    return (
-        not config.ledger.url.startswith("sqlite:")
-        or Path(config.ledger.url.removeprefix("sqlite:")).exists()
-    )
+def _read(
+    common: Common, config: Config, question: Callable[[Transaction], T], without_state: T
+) -> T:
+    """Return the answer to a question, or `without_state` if no event was ever accepted."""
+    from penstock.runtime.stores import has_state
 
-
-def _states(common: Common, config: Config) -> dict[str, SourceState]:
-    if not _has_state(config):
-        return {}
+    if not has_state(config.ledger.url):
+        return without_state
     with common.stores(config=config) as stores:
-        return {state.name: state for state in ask(stores, lambda tx: tx.sources.all())}
-
-
-def _cursor(common: Common, config: Config, name: str) -> bytes | None:
-    if not _has_state(config):
-        return None
-    with common.stores(config=config) as stores:
-        return ask(stores, lambda tx: tx.sources.cursor(name))
+        return ask(stores, question)
 
 
 def _document(name: str, spec: SourceSpec | None, state: SourceState | None) -> dict[str, Any]:
@@ -314,14 +309,14 @@ def _state_text(state: SourceState, *, declared: bool, now: float) -> Any:
 
 async def _preview(config: Config, spec: SourceSpec, cursor: bytes | None, limit: int) -> Taken:
     from penstock.intake.accept import judge
-    from penstock.runtime.process import source_to_look_at
+    from penstock.runtime.sources_and_sinks import source_to_look_at
 
     async with source_to_look_at(config, spec) as (source, mapping):
         return judge(mapping, await source.preview(cursor, limit))
 
 
 async def _place(config: Config, spec: SourceSpec, to: str) -> tuple[bytes | None, str]:
-    from penstock.runtime.process import source_to_look_at
+    from penstock.runtime.sources_and_sinks import source_to_look_at
 
     async with source_to_look_at(config, spec) as (source, _):
         cursor = await source.place(to)

@@ -95,7 +95,7 @@ Look = tuple[
 
 def look(stores: Stores) -> tuple[Look, float]:
     from penstock.locks import holder_alive, note_of, worker_alive
-    from penstock.runtime.process import sink_lock
+    from penstock.runtime.sources_and_sinks import sink_lock
 
     found = ask(stores, lambda tx: tx.reports.standing())
     alerts, sources = (

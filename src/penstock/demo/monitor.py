@@ -10,7 +10,7 @@ from penstock.demo.display import Buried, Counts, Host, Moved, Snapshot, Source,
 from penstock.ports import Transaction
 from penstock.ports.reports import Filter
 from penstock.rules.identity import host_key
-from penstock.runtime.process import Running
+from penstock.runtime.process import WorkerProcess
 
 RATE_WINDOW = 3.0  # seconds over which the request rate of a host is measured
 LATENCY_SAMPLE = 50  # newest events whose latency is shown
@@ -47,7 +47,7 @@ class Watch:
 
     def __init__(
         self,
-        running: Running,
+        running: WorkerProcess,
         *,
         shop: str,
         limited: str,

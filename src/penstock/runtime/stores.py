@@ -14,10 +14,10 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, TypeVar
 
+from penstock import locks
 from penstock.brokers.sql import SqlQueue
 from penstock.claims.sql import SqlClaims
 from penstock.claims.sql_hosts import SqlHosts
-from penstock.claims.sql_proxies import SqlProxies
 from penstock.clock import SystemClock
 from penstock.config.options import suggest
 from penstock.config.schema import Config
@@ -33,7 +33,7 @@ from penstock.ports import (
     TopicSpec,
 )
 from penstock.rules import breaker
-from penstock.runtime.assembly import Assembly, ClaimServer, FleetProxyHealth
+from penstock.runtime.assembly import Assembly, ClaimServer, proxies_of
 from penstock.stores import sqlite
 from penstock.stores.context import Context
 
@@ -57,6 +57,8 @@ EXTRAS = {
     "postgresql": "postgres",
     "rediss": "redis",
 }
+# Bytes. A store file up to this size is checked before the start, and a larger one during the work.
+SMALL_STORE = 256 << 20
 log = logging.getLogger("penstock")
 
 
@@ -88,6 +90,27 @@ class Stores(Assembly):
     @property
     def workers_directory(self) -> Path:
         return self.config.state.dir / "workers"
+
+    async def check_after_unclean_stop(self) -> None:
+        """Check the store file if a worker of this machine did not stop cleanly.
+
+        A file larger than `SMALL_STORE` is checked during the work.
+        """
+        file = self.db.file  # None for a database server, which checks its own files
+        if file is None or not locks.dead_workers(self.workers_directory):
+            return
+        if file.stat().st_size > SMALL_STORE:
+            self._check = asyncio.create_task(self._check_aside())
+        elif problems := await asyncio.to_thread(self.db.check):
+            raise Unreachable(
+                f"{self.db.path} is damaged: {problems[0]}",
+                hint="stop all workers, keep a copy, and restore a backup or recover it with the "
+                "sqlite3 shell's .recover",
+            )
+
+    async def _check_aside(self) -> None:
+        if problems := await asyncio.to_thread(self.db.check):
+            log.critical("the store is damaged: %s", problems[0])
 
     async def start(self) -> None:
         """Declare the topics of external brokers, and record that this worker is alive.
@@ -146,6 +169,11 @@ def adapter(kind: str, url: str) -> Callable[..., Any]:
     return opener
 
 
+def has_state(url: str) -> bool:
+    """Return False if the URL names a SQLite file that does not exist yet."""
+    return not url.startswith("sqlite:") or Path(url.removeprefix("sqlite:")).exists()
+
+
 def open_stores(
     config: Config,
     *,
@@ -159,14 +187,11 @@ def open_stores(
 
     Raises ConfigError or Unreachable, and then closes the stores that were already open.
     """
-    if (
-        not create
-        and config.ledger.url.startswith("sqlite:")
-        and not Path(config.ledger.url.removeprefix("sqlite:")).exists()
-    ):
+    if not create and not has_state(config.ledger.url):
         raise Unreachable(
             f"there is no Penstock state in {config.state.dir}",
-            hint="run `penstock push URL` or `penstock run FILE` here first, or name another place with --state",
+            hint="run `penstock push URL` or `penstock run FILE` here first, "
+            "or name another place with --state",
         )
     adapter("brokers", config.broker.url)
     _refuse_missing(config)
@@ -215,8 +240,9 @@ def _refuse_missing(config: Config) -> None:
             f"PENSTOCK_{name.upper()}_URL={file}" for name, (_, file) in missing.items()
         )
         scheme = config.broker.url.partition(":")[0]
+        names = f"the {', the '.join(missing)} {'is' if len(missing) == 1 else 'are'}"
         raise ConfigError(
-            f"the {', the '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set, and a {scheme} broker cannot keep what the fleet must share",
+            f"{names} not set, and a {scheme} broker cannot store the state that a fleet shares",
             hint=f"set {variables} (or, for one machine only, {alone})",
         )
 
@@ -242,20 +268,14 @@ class Politeness:
     def __init__(
         self, config: Config, *, clock: Clock | None = None, rng: random.Random | None = None
     ) -> None:
-        url = config.claims.url
-        self.shared = not url.startswith("sqlite:") or Path(url.removeprefix("sqlite:")).exists()
-        url = url if self.shared else "sqlite::memory:"
+        url = config.claims.url if has_state(config.claims.url) else "sqlite::memory:"
         self.clock: Clock = clock or SystemClock()
         self.context = Context(
             config, self.clock, rng or random.Random(), worker=worker_id(), inline=True
         )
         try:
             self.claims: SqlClaims | ClaimServer = adapter("claims", url)(url, self.context)
-            self.proxies: FleetProxyHealth = (
-                SqlProxies(self.claims.db, self.clock)
-                if isinstance(self.claims, SqlClaims)
-                else self.claims.proxies
-            )
+            self.proxies = proxies_of(self.claims, self.clock)
         except BaseException:
             self.context.close()
             raise

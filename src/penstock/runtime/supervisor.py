@@ -19,7 +19,7 @@ from pathlib import Path
 
 from penstock.config.schema import Config
 from penstock.errors import OK, RAN_WITH_FAILURES, UNREACHABLE, PenstockError
-from penstock.runtime.process import Running
+from penstock.runtime.process import WorkerProcess
 
 log = logging.getLogger("penstock")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -37,22 +37,24 @@ def run_command(
 ) -> int:
     """Run workers until a signal, or until idle. Return the exit code."""
     # This checks the pipeline, so that an error is reported once and not by each worker.
-    running = Running(config, pipeline_file, roles=roles)
+    running = WorkerProcess(config, pipeline_file, roles=roles)
     if workers == 1:
         return run_worker(running, until_idle=until_idle)
     return _supervise(
         lambda: run_worker(
-            Running(config, pipeline_file, roles=roles), until_idle=until_idle, supervised=True
+            WorkerProcess(config, pipeline_file, roles=roles),
+            until_idle=until_idle,
+            supervised=True,
         ),
         workers,
     )
 
 
 def run_worker(
-    running: Running,
+    running: WorkerProcess,
     *,
     until_idle: bool,
-    opened: Callable[[Running], None] | None = None,
+    opened: Callable[[WorkerProcess], None] | None = None,
     supervised: bool = False,
 ) -> int:
     _keep_freed_memory()
@@ -61,7 +63,10 @@ def run_worker(
 
 
 async def _with_signals(
-    running: Running, until_idle: bool, opened: Callable[[Running], None] | None, supervised: bool
+    running: WorkerProcess,
+    until_idle: bool,
+    opened: Callable[[WorkerProcess], None] | None,
+    supervised: bool,
 ) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
