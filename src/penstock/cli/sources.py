@@ -267,11 +267,11 @@ def _document(name: str, spec: SourceSpec | None, state: SourceState | None) -> 
 
 
 def _row(name: str, state: SourceState | None, declared: bool) -> list[Any]:
+    first = [styled(name, "bold"), _state_text(state, declared=declared, now=time.time())]
     if state is None:
-        return [styled(name, "bold"), "never read"]
+        return first
     return [
-        styled(name, "bold"),
-        _state_text(state, declared=declared, now=time.time()),
+        *first,
         count(state.events),
         count(state.refused) if state.refused else "",
         moment(state.event_at) if state.event_at else "",
@@ -286,7 +286,9 @@ def _behind(state: SourceState) -> str:
     return "" if state.backlog is None else count(state.backlog)
 
 
-def _state_text(state: SourceState, *, declared: bool, now: float) -> Any:
+def _state_text(state: SourceState | None, *, declared: bool, now: float) -> Any:
+    if state is None:
+        return "never read"
     if state.paused:
         return styled(plain(f"paused: {state.paused}"), "bold red")
     if state.error:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from penstock.config.schema import Config
 from penstock.errors import OK, RAN_WITH_FAILURES, UNREACHABLE, PenstockError
+from penstock.runtime.early_signals import sigterm_received
 from penstock.runtime.process import WorkerProcess
 
 log = logging.getLogger("penstock")
@@ -86,6 +87,8 @@ async def _with_signals(
 
     for number in SIGNALS:
         loop.add_signal_handler(number, on_signal, number)
+    if sigterm_received():
+        return OK
     gc.collect()
     gc.freeze()  # objects of the start-up are not collected, so the collector need not visit them
     # Higher than the default: thousands of live events are in memory, and none of them is garbage.
@@ -156,6 +159,7 @@ def _supervise(work: Callable[[], int], n: int) -> int:
     # them.
     gc.freeze()
     before = {number: signal.signal(number, on_signal) for number in SIGNALS}
+    stopping += sigterm_received()
     try:
         for _ in range(n):
             start(replaces=False)
