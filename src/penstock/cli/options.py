@@ -173,6 +173,17 @@ def pipeline_file(config: Config, given: str | None, usage: str = "--pipeline FI
     return chosen
 
 
+def check_pool(config: Config, name: str | None) -> None:
+    """Raise UsageError if a proxy pool is named that is not configured."""
+    if name is not None and name not in config.proxies:
+        raise UsageError(
+            f"there is no proxy pool {name!r}",
+            hint=f"pools: {', '.join(config.proxies)}"
+            if config.proxies
+            else "add a pool with [proxies.NAME] in penstock.toml",
+        )
+
+
 def read_value(option: str, text: str, kind: Kind) -> Any:
     """Return the value of a command-line option. Raise UsageError if it cannot be read."""
     try:

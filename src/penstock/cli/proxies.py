@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from penstock.cli.options import DEFAULTS, Common, Json
+from penstock.cli.options import DEFAULTS, Common, Json, check_pool
 from penstock.cli.output import (
     FIXED,
     FOLD,
@@ -25,7 +25,7 @@ from penstock.cli.output import (
     styled,
     table,
 )
-from penstock.errors import OK, RAN_WITH_FAILURES, ConfigError, UsageError
+from penstock.errors import OK, RAN_WITH_FAILURES, ConfigError
 from penstock.operate.figures import iso, lasting, moment, plural
 
 if TYPE_CHECKING:
@@ -124,13 +124,7 @@ def try_them(
     Exit code 1 if a proxy failed.
     """
     config = common.load().config
-    if name is not None and name not in config.proxies:
-        raise UsageError(
-            f"there is no proxy pool {name!r}",
-            hint=f"pools: {', '.join(config.proxies)}"
-            if config.proxies
-            else "add a pool with [proxies.NAME] in penstock.toml",
-        )
+    check_pool(config, name)
     if not config.proxies:
         raise ConfigError(
             "no proxies are configured",
@@ -140,7 +134,7 @@ def try_them(
     if json:
         print_json({"url": url, "results": results})
     else:
-        made = table(
+        columns = (
             ("pool", FIXED),
             ("proxy", FOLD),
             ("verdict", FIXED),
@@ -149,19 +143,19 @@ def try_them(
             ("exit", FIXED),
             ("why", FOLD),
         )
-        for r in results:
-            seconds = lasting(r["seconds"]) if r["seconds"] is not None else ""
-            verdict = styled(r["verdict"], "green" if r["verdict"] == "ok" else "bold red")
-            made.add_row(
+        rows = [
+            (
                 styled(r["pool"], "bold"),
                 plain(r["proxy"]),
-                verdict,
+                styled(r["verdict"], "green" if r["verdict"] == "ok" else "bold red"),
                 str(r["status"] or ""),
-                seconds,
+                lasting(r["seconds"]) if r["seconds"] is not None else "",
                 plain(r["exit"] or ""),
                 plain(r["reason"]),
             )
-        show(made)
+            for r in results
+        ]
+        show(table(*columns, rows=rows))
     return OK if all(r["verdict"] == "ok" for r in results) else RAN_WITH_FAILURES
 
 
@@ -233,23 +227,20 @@ def _trouble(row: Row, now: float) -> dict[str, Any]:
 
 
 def _serves(pool: dict[str, Any]) -> str:
-    parts = [f"geo {','.join(pool['geo'])}"] if pool["geo"] else []
-    parts += [f"account {','.join(pool['account'])}"] if pool["account"] else []
-    parts += [f"then {pool['next']}"] if pool["next"] else []
-    return "; ".join(parts)
+    parts = {"geo": ",".join(pool["geo"]), "account": ",".join(pool["account"])}
+    return "; ".join(
+        f"{name} {value}" for name, value in (parts | {"then": pool["next"]}).items() if value
+    )
 
 
 def _state(trouble: dict[str, Any] | None) -> tuple[Any, str, str]:
     if trouble is None:
         return styled("ok", "green"), "", ""
-    where = "all hosts" if trouble["host"] == "*" else plain(trouble["host"])
+    state = styled("recovering", "cyan")
     if trouble["state"] == "cooling":
-        return (
-            styled(f"cooldown {lasting(trouble['seconds'])}", "yellow"),
-            where,
-            plain(trouble["reason"]),
-        )
-    return styled("recovering", "cyan"), where, plain(trouble["reason"])
+        state = styled(f"cooldown {lasting(trouble['seconds'])}", "yellow")
+    where = "all hosts" if trouble["host"] == "*" else plain(trouble["host"])
+    return state, where, plain(trouble["reason"])
 
 
 # -- testing ---------------------------------------------------------------------------------------
@@ -304,22 +295,15 @@ async def _try(
                 reason=scrub(e.reason, member.dsn),
                 status=e.status,
             )
-    if answer.status == 407:
-        return _result(
-            pool,
-            member.label,
-            "failed",
-            seconds=answer.seconds,
-            status=407,
-            reason="the proxy rejected the user or the password",
-        )
+    refused = answer.status == 407
     return _result(
         pool,
         member.label,
-        "ok",
+        "failed" if refused else "ok",
         seconds=answer.seconds,
         status=answer.status,
-        exit_=_exit(answer.body),
+        reason="the proxy rejected the user or the password" if refused else "",
+        exit_=None if refused else _exit(answer.body),
     )
 
 
