@@ -24,9 +24,9 @@ from penstock import locks
 from penstock.cli.options import SafeFormatter
 from penstock.cli.output import console
 from penstock.config import files as config
-from penstock.demo import summary as ending
 from penstock.demo.display import Snapshot, plain, render
 from penstock.demo.monitor import Look, Watch
+from penstock.demo.summary import DemoResult, summary
 from penstock.errors import OK, RAN_WITH_FAILURES, PenstockError, UsageError
 from penstock.locks import FileLock
 from penstock.ports import Transaction
@@ -266,7 +266,7 @@ async def _demo(where: Path, cwd: Path, seconds: float | None, break_: bool, lin
         look = stores.uow.snapshot(Look)
     finally:
         stores.close()
-    made = ending.Ending(
+    result = DemoResult(
         out=where,
         cwd=cwd,
         elapsed=elapsed,
@@ -276,11 +276,11 @@ async def _demo(where: Path, cwd: Path, seconds: float | None, break_: bool, lin
         redesigned=redesigned,
         requests=where / "shop.log",
     )
-    found, typed = ending.text(made)
+    results, commands = summary(result)
     if lines:
         print()
-    console().print(found, end="")
-    console().print(typed, soft_wrap=True)
+    console().print(results, end="")
+    console().print(commands, soft_wrap=True)
     return OK if look.counters.get("records") else RAN_WITH_FAILURES
 
 

@@ -52,7 +52,7 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class FieldChange:
     """A change of one field of one record."""
 
     id: str  # unique, for example the event's id
@@ -63,7 +63,7 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True)
-class Buried:
+class DeadPage:
     url: str
     reason: str
 
@@ -85,8 +85,8 @@ class Snapshot:
     unchanged: int = 0
     unmatched: int = 0
     empty: int = 0
-    moved: tuple[Moved, ...] = ()
-    dead: tuple[Buried, ...] = ()
+    moved: tuple[FieldChange, ...] = ()
+    dead: tuple[DeadPage, ...] = ()
     breaker: str = ""  # reason of an open breaker, "" if it is closed
     notice: str = ""  # the demo's last action (`--break`)
     p50: float | None = None  # seconds from event to row
