@@ -65,17 +65,21 @@ def show(
         ]
         print_json({"file": str(loaded.file) if loaded.file else None, "options": options})
         return 0
-    made = table(
-        ("option", FIXED), ("value", FOLD), *([("origin", FIXED)] if origin else []), ("", FOLD)
+    columns = (
+        *(("option", FIXED), ("value", FOLD)),
+        *([("origin", FIXED)] if origin else []),
+        ("", FOLD),
     )
-    for r in rows:
-        cells: list[str | Text] = [
+    cells: list[tuple[str | Text, ...]] = [
+        (
             styled(r.path, "bold" if r.origin != "default" else ""),
             plain(r.value),
             *([styled(r.origin, "dim" if r.origin == "default" else "cyan")] if origin else []),
-        ]
-        made.add_row(*cells, styled(by_path[r.path].help, "dim"))
-    show_table(made)
+            styled(by_path[r.path].help, "dim"),
+        )
+        for r in rows
+    ]
+    show_table(table(*columns, rows=cells))
     return 0
 
 
@@ -122,12 +126,9 @@ def check(
         else "no penstock.toml here: defaults, environment and command line are good"
     )
     if chosen:
-        extractors, sinks = (
-            plural(len(pipeline.extractors), "extractor"),
-            plural(len(pipeline.sinks), "sink"),
-        )
         say(
-            f"{chosen}: good: pipeline {pipeline.name}, {extractors}, {sinks}, "
-            f"{plural(len(pipeline.sources), 'source')}"
+            f"{chosen}: good: pipeline {pipeline.name}, "
+            f"{plural(len(pipeline.extractors), 'extractor')}, "
+            f"{plural(len(pipeline.sinks), 'sink')}, {plural(len(pipeline.sources), 'source')}"
         )
     return 0

@@ -6,10 +6,11 @@ See `penstock.connect` for rendering and comparison.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
+from penstock.authoring.load import load
 from penstock.cli.options import (
     DEFAULTS,
     Common,
@@ -30,12 +31,13 @@ from penstock.cli.output import (
     styled,
     table,
 )
+from penstock.connect.apply import apply as apply_plan
+from penstock.connect.apply import first_lines, state_of
+from penstock.connect.plan import Plan, Step, find_owned, make_plan, owned, owner
+from penstock.connect.render import declaration, document, render, template
+from penstock.connect.rest import Known, Status, Worker
 from penstock.errors import CONFIGURATION, DIFFERENCES, OK, RAN_WITH_FAILURES, UsageError
 from penstock.operate.figures import plural
-
-if TYPE_CHECKING:
-    from penstock.connect.plan import Plan, Step
-    from penstock.connect.rest import Known, Status, Worker
 
 app = App(
     name="connect",
@@ -88,7 +90,6 @@ def init(
     import msgspec
 
     from penstock.connect.connectors import KINDS
-    from penstock.connect.render import declaration, document, template
 
     if kind not in KINDS:
         raise UsageError(f"there is no kind of connector {kind!r}", hint=", ".join(KINDS))
@@ -165,7 +166,6 @@ def apply(
     Exit code 1 if a connector does not run. Its trace is shown.
     """
     from penstock.config import units
-    from penstock.connect.apply import apply as apply_plan
 
     timeout = read_value("--wait", wait, units.durations())
     worker, made = _planned(common, file, url)
@@ -212,8 +212,6 @@ def status(
 
     Exit code 1 if one has failed.
     """
-    from penstock.connect.apply import state_of
-    from penstock.connect.plan import owned, owner
 
     worker = _worker(common, url)
     known = worker.connectors()
@@ -257,7 +255,6 @@ def restart(
 
     Positions are kept.
     """
-    from penstock.connect.plan import find_owned, owned
 
     worker, of = _worker(common, url), _pipeline_name(pipeline)
     known = worker.connectors()
@@ -299,7 +296,6 @@ def delete(
 
     Topics, tables and replication slots stay. The slots are listed.
     """
-    from penstock.connect.plan import find_owned, owned
 
     if (name is None) != all:
         raise UsageError("no connector given", hint="penstock connect delete NAME, or --all")
@@ -339,16 +335,11 @@ def delete(
 
 
 def _worker(common: Common, url: str | None) -> Worker:
-    from penstock.connect.rest import Worker
 
     return Worker(url or common.load().config.connect.url)
 
 
 def _planned(common: Common, file: str | None, url: str | None) -> tuple[Worker, Plan]:
-    from penstock.authoring.load import load
-    from penstock.connect.plan import make_plan
-    from penstock.connect.render import render
-    from penstock.connect.rest import Worker
 
     config = common.load().config
     pipeline = load(pipeline_file(config, file, "penstock connect plan FILE"))
@@ -361,7 +352,6 @@ def _pipeline_name(given: str | None) -> str | None:
     """Return the name of a pipeline that is given by name or file."""
     if given is None or not given.endswith((".py", ".toml")):
         return given
-    from penstock.authoring.load import load
 
     return load(given).name
 
@@ -409,7 +399,6 @@ def _sum(made: Plan) -> str:
 
 
 def _show_status(name: str, status: Status) -> None:
-    from penstock.connect.apply import first_lines
 
     made = table((plain(name), FIXED), ("state", FIXED), ("worker", FOLD))
     states: list[tuple[str, Any]] = [

@@ -29,11 +29,11 @@ from penstock.cli.output import (
 from penstock.config import units
 from penstock.errors import OK, ConfigError, UsageError
 from penstock.operate.figures import count, iso, lasting, moment, plural, size
+from penstock.operate.hosts import Domain, Domains, host_of
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from penstock.operate.hosts import Domain, Domains
     from penstock.ports import Exempt
 
 app = App(name="domains", help="hosts: their limits, pauses, robots.txt and exceptions")
@@ -214,7 +214,6 @@ def robots(
 
 @contextlib.contextmanager
 def _open(common: Common, *, create: bool) -> Iterator[tuple[Domains, Any]]:
-    from penstock.operate.hosts import Domains
     from penstock.rules.robots import product_token
 
     config = common.load().config
@@ -223,7 +222,6 @@ def _open(common: Common, *, create: bool) -> Iterator[tuple[Domains, Any]]:
 
 
 def _key(host: str, common: Common) -> str:
-    from penstock.operate.hosts import host_of
     from penstock.rules.identity import BadUrl
 
     try:

@@ -34,13 +34,14 @@ from penstock.cli.output import (
     table,
 )
 from penstock.errors import OK, RAN_WITH_FAILURES, UsageError
+from penstock.model import Ask, ErrorClass, Event, Failure, Route
 from penstock.operate.figures import lasting, plural, size
+from penstock.rules.identity import BadUrl, canonical_url, host_key, origin
+from penstock.rules.robots import Robots, product_token
 
 if TYPE_CHECKING:
     from penstock.config.schema import Config
-    from penstock.model import Event, Failure
     from penstock.ports import Response
-    from penstock.rules.robots import Robots
     from penstock.runtime.stores import Politeness
 
 _SECRET = re.compile(r"(?i)cookie|auth|token|secret|session|csrf|xsrf|api-?key|signature|password")
@@ -87,9 +88,7 @@ def fetch(
 
     from penstock.config import units
     from penstock.intake.accept import new_id
-    from penstock.model import Ask, Route
     from penstock.rules.events import event_of
-    from penstock.rules.identity import BadUrl
 
     if ignore_robots is not None and not ignore_robots.strip():
         raise UsageError("an exception needs a reason", hint='--ignore-robots "our own shop"')
@@ -128,7 +127,6 @@ def fetch(
 
 
 async def _run(config: Config, event: Event, max_wait: float, ignoring: str) -> _Report:
-    from penstock.model import Failure
     from penstock.rules.proxies import needs_proxy
     from penstock.runtime.fetching import open_fetcher, open_stage, operator
     from penstock.runtime.stores import Politeness
@@ -173,7 +171,6 @@ async def _run(config: Config, event: Event, max_wait: float, ignoring: str) -> 
 
 async def _slot(store: Politeness, pace: PaceRecorder, host: str, max_wait: float) -> None:
     """Wait for the host's next slot. Raise Failure if it is more than `max_wait` seconds away."""
-    from penstock.model import ErrorClass, Failure
 
     slots = await store.claims.reserve({host: 1}, within=max_wait)
     wait = slots[host][0] - store.clock.now()
@@ -262,7 +259,6 @@ class _Report:
 
         These are the requested URLs, and the target of a redirect that was not followed.
         """
-        from penstock.rules.identity import BadUrl, canonical_url
 
         found = list(dict.fromkeys([self.event.url, *(x["url"] for x in pages)]))
         if (
@@ -277,8 +273,6 @@ class _Report:
         return list(dict.fromkeys(found))
 
     def _robots(self, url: str) -> dict[str, Any]:
-        from penstock.rules.identity import host_key, origin
-        from penstock.rules.robots import product_token
 
         agent = product_token(self._config.net.user_agent)
         about = {

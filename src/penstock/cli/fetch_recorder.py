@@ -6,8 +6,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from penstock.model import ErrorClass, Failure
+
 if TYPE_CHECKING:
-    from penstock.model import Failure
     from penstock.ports import Response
 
 
@@ -92,7 +93,6 @@ class FetchRecorder:
         body: bytes | None = None,
         proxy: str | None = None,
     ) -> Response:
-        from penstock.model import Failure
         from penstock.rules.proxies import parse_member, scrub
 
         exchange: dict[str, Any] = {
@@ -148,7 +148,6 @@ async def guard_verdict(
 
     The client connects to the addresses found here, because the guard caches its answers.
     """
-    from penstock.model import ErrorClass, Failure
 
     start, failure = time.monotonic(), None
     try:

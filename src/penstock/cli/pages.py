@@ -184,7 +184,7 @@ def prune(
         if max_bytes is None
         else read_value("--max-bytes", max_bytes, units.sizes(0))
     )
-    from penstock.runtime.retention import retain
+    from penstock.runtime.periodic import retain
 
     with common.stores(create=True, config=config) as stores:
         pages, freed = asyncio.run(

@@ -26,14 +26,15 @@ from penstock.cli.output import (
     table,
 )
 from penstock.errors import OK, RAN_WITH_FAILURES, ConfigError
+from penstock.model import Failure
 from penstock.operate.figures import iso, lasting, moment, plural
+from penstock.rules.proxies import Member, masked_list, parse_members, scrub
 
 if TYPE_CHECKING:
     from rich.text import Text
 
     from penstock.config.schema import Config
     from penstock.ports import Fetcher
-    from penstock.rules.proxies import Member
 
 app = App(name="proxies", help="proxy pools: list the proxies with their health, test them")
 MAX_PARALLEL = 16  # test requests in flight
@@ -178,7 +179,6 @@ def _known(common: Common, config: Config) -> tuple[list[Row], dict[str, tuple[f
 def _pool(
     name: str, config: Config, troubled: list[Row], had: tuple[float, int, str] | None, now: float
 ) -> dict[str, Any]:
-    from penstock.rules.proxies import masked_list, parse_members
 
     c = config.proxies[name]
     by_member: dict[str, list[dict[str, Any]]] = {}
@@ -247,8 +247,6 @@ def _state(trouble: dict[str, Any] | None) -> tuple[Any, str, str]:
 
 
 async def _try_all(config: Config, names: list[str], url: str, limit: int) -> list[dict[str, Any]]:
-    from penstock.model import Failure
-    from penstock.rules.proxies import masked_list, parse_members
     from penstock.runtime.fetching import listed_proxies, open_fetcher
 
     fetcher, gate = open_fetcher(config), asyncio.Semaphore(MAX_PARALLEL)
@@ -279,8 +277,6 @@ async def _try_all(config: Config, names: list[str], url: str, limit: int) -> li
 async def _try(
     fetcher: Fetcher, gate: asyncio.Semaphore, pool: str, member: Member, url: str
 ) -> dict[str, Any]:
-    from penstock.model import Failure
-    from penstock.rules.proxies import scrub
 
     async with gate:
         start = time.monotonic()

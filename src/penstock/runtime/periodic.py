@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 from penstock.config.schema import Config
 from penstock.engine.flusher import Flusher
 from penstock.engine.relay import RelayChores
 from penstock.errors import StoreUnavailable
-from penstock.runtime.retention import retain
+from penstock.ports import Clock, Transaction
 from penstock.runtime.stores import Stores
 
 log = logging.getLogger("penstock")
@@ -48,7 +49,13 @@ class PeriodicWork:
                     await self._stores.maintenance.release_due()
                     self.backlog = max([await f.backlog() for f in self._flushers], default=0)
                 if beats % int(RETENTION_INTERVAL * 10) == 0:
-                    await self._retain()
+                    await self._stores.proxies.prune()
+                    await retain(
+                        self._stores,
+                        pages_keep=self._config.pages.keep,
+                        pages_bytes=self._config.pages.max_bytes,
+                        history_keep=self._config.history.keep,
+                    )
             except StoreUnavailable as e:
                 log.error("%s", e.message)
                 await self._clock.sleep(1.0)
@@ -76,11 +83,56 @@ class PeriodicWork:
                 log.warning("%s", e.message)
                 await self._clock.sleep(1.0)
 
-    async def _retain(self) -> None:
-        await self._stores.proxies.prune()
-        await retain(
-            self._stores,
-            pages_keep=self._config.pages.keep,
-            pages_bytes=self._config.pages.max_bytes,
-            history_keep=self._config.history.keep,
+
+# -- retention -------------------------------------------------------------------------------------
+
+
+async def retain(
+    stores: Stores,
+    *,
+    pages_keep: float | None,
+    pages_bytes: int | None,
+    history_keep: float | None,
+    seconds: float = 5.0,
+) -> tuple[int, int]:
+    """Apply retention to pages, history and ended events. Return (pages removed, bytes freed).
+
+    Runs small transactions until all is deleted or `seconds` have passed.
+    """
+    until = stores.clock.now() + seconds
+    removed = freed = 0
+    while True:
+        pages, size = await stores.uow.write(
+            partial(_retain_pages, stores.clock, pages_keep, pages_bytes)
         )
+        done = [pages, size, await stores.uow.write(lambda tx: tx.queue.prune())]
+        if history_keep is not None:
+            before = stores.clock.now() - history_keep
+            shared_claims = stores.external_claims is None
+            if stores.external_claims is not None:
+                await stores.external_claims.prune(before)
+            done.append(await stores.uow.write(partial(_retain_events, before, shared_claims)))
+        removed, freed = removed + pages, freed + size
+        if not any(done) or stores.clock.now() > until:
+            return removed, freed
+        await stores.clock.sleep(0.01)  # let other transactions write
+
+
+def _retain_pages(
+    clock: Clock, keep: float | None, max_bytes: int | None, tx: Transaction
+) -> tuple[int, int]:
+    tx.pages.sweep()
+    return tx.pages.prune(
+        older_than=None if keep is None else clock.now() - keep,
+        max_bytes=max_bytes,
+        keep=tx.maintenance.pages_needed,
+    )
+
+
+def _retain_events(before: float, shared_claims: bool, tx: Transaction) -> int:
+    # With external claims, an event that a claim still names is deleted too. Its URL is then
+    # fetched without a baseline.
+    if not shared_claims:
+        return tx.maintenance.prune(before, lambda key, id_: False)
+    tx.claims.prune(before)
+    return tx.maintenance.prune(before, tx.claims.references)
