@@ -127,7 +127,11 @@ def push(
     seconds = None if window is None else read_value("--window", window, units.durations())
     for name in file:
         if name not in (STDIN, "-"):
-            _readable(name)
+            try:
+                open(name, "rb").close()
+            except OSError as e:
+                hint = "a file with one URL on each line"
+                raise UsageError(f"{name}: {e.strerror}", hint=hint) from None
 
     from penstock.cli.progress import bar
     from penstock.intake import accept as intake
@@ -171,14 +175,6 @@ def push(
     else:
         _report(inputs, done, running)
     return RAN_WITH_FAILURES if inputs.refused_count else OK
-
-
-def _readable(name: str) -> None:
-    try:
-        with open(name, "rb"):
-            pass
-    except OSError as e:
-        raise UsageError(f"{name}: {e.strerror}", hint="a file with one URL on each line") from None
 
 
 def _report(inputs: Inputs, done: Pushed, running: bool) -> None:

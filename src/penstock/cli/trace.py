@@ -304,20 +304,21 @@ def _lines(f: Found, now: float) -> list[Text]:
         if s.worker:
             line.append(f"  by {plain(s.worker)}", "dim")
         lines.append(line)
-    facts = [f"source {row.source}"]
-    if f.event and f.event.cause and f.event.cause != f.event.parent:
-        facts.append(f"cause {f.event.cause}")
-    if row.attempts or row.starts > 1:
-        facts.append(f"{plural(row.starts, 'start')}, {plural(row.attempts, 'failure')}")
-    if row.status == "delayed" and row.not_before:
-        facts.append(f"again in {lasting(max(0.0, row.not_before - now))}")
-    if f.event and (
-        route := ", ".join(f"{k} {v}" for k, v in msgspec.to_builtins(f.event.route).items())
-    ):
-        facts.append(f"route {route}")
-    if f.event and f.event.force:
-        facts.append("forced")
-    lines.append(Text(plain(" · ".join(facts)), "dim"))
+    event = f.event
+    route = msgspec.to_builtins(event.route) if event else {}
+    facts = (
+        f"source {row.source}",
+        f"cause {event.cause}" if event and event.cause not in ("", event.parent) else "",
+        f"{plural(row.starts, 'start')}, {plural(row.attempts, 'failure')}"
+        if row.attempts or row.starts > 1
+        else "",
+        f"again in {lasting(max(0.0, row.not_before - now))}"
+        if row.status == "delayed" and row.not_before
+        else "",
+        f"route {', '.join(f'{k} {v}' for k, v in route.items())}" if route else "",
+        "forced" if event and event.force else "",
+    )
+    lines.append(Text(plain(" · ".join(fact for fact in facts if fact)), "dim"))
     if row.duplicate_of:
         other = (
             f" (trace {short(f.original_trace)})"

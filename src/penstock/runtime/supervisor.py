@@ -175,13 +175,11 @@ def _supervise(work: Callable[[], int], n: int) -> int:
                 )
                 time.sleep(max(0.0, RESTART_DELAY - (time.monotonic() - started)))
                 start(replaces=True)
-            elif code > 0 and not stopping:
-                codes.append(code)
-                # After a configuration or connection error, the other workers would fail alike.
-                if code != RAN_WITH_FAILURES:
-                    on_signal(signal.SIGTERM, None)
             elif code > 0:
                 codes.append(code)
+                # After a configuration or connection error, the other workers would fail alike.
+                if not stopping and code != RAN_WITH_FAILURES:
+                    on_signal(signal.SIGTERM, None)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
