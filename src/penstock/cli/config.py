@@ -40,7 +40,7 @@ def show(
     changed: Annotated[bool, Parameter(help="only options that are set")] = False,
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """Show every option and its value. Passwords are masked."""
     from penstock.config import files as config
 
@@ -64,7 +64,7 @@ def show(
             for r in rows
         ]
         print_json({"file": str(loaded.file) if loaded.file else None, "options": options})
-        return 0
+        return
     columns = (
         *(("option", FIXED), ("value", FOLD)),
         *([("origin", FIXED)] if origin else []),
@@ -80,7 +80,6 @@ def show(
         for r in rows
     ]
     show_table(table(*columns, rows=cells))
-    return 0
 
 
 @app.command
@@ -92,7 +91,7 @@ def check(
     *,
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """Read the configuration and the pipeline as `run` does, and open nothing.
 
     Exit code 3: an option, a file or the pipeline is wrong.
@@ -119,7 +118,7 @@ def check(
         }
     if json:
         print_json(found)
-        return 0
+        return
     say(
         f"{loaded.file.name}: good"
         if loaded.file
@@ -131,4 +130,3 @@ def check(
             f"{plural(len(pipeline.extractors), 'extractor')}, "
             f"{plural(len(pipeline.sinks), 'sink')}, {plural(len(pipeline.sources), 'source')}"
         )
-    return 0

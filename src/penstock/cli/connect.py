@@ -82,7 +82,7 @@ def init(
     directory: Annotated[
         Path, Parameter(name=["--directory", "-C"], help="directory to write to (else ./connect)")
     ] = Path("connect"),
-) -> int:
+) -> None:
     """Write example options of a connector, and show its declaration in a pipeline.
 
     Existing files are not changed.
@@ -116,7 +116,6 @@ def init(
     say("")
     for line in declaration(chosen, toml=toml):
         say(f"  {line}")
-    return OK
 
 
 @app.command
@@ -250,7 +249,7 @@ def restart(
     url: Url = None,
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """Restart connectors with their tasks, or with --failed only the failed ones.
 
     Positions are kept.
@@ -275,7 +274,6 @@ def restart(
             say(f"{each}: restarted, with {what}")
         if not chosen:
             say("no connector has failed" if failed else "no connector of a pipeline exists")
-    return OK
 
 
 @app.command
@@ -291,7 +289,7 @@ def delete(
     url: Url = None,
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """Delete connectors of pipelines from the Connect worker, after a confirmation.
 
     Topics, tables and replication slots stay. The slots are listed.
@@ -304,7 +302,7 @@ def delete(
     chosen = {name: find_owned(known, name, of)} if name is not None else owned(known, of)
     if chosen and not confirmed(f"delete {', '.join(chosen)}", yes=yes):
         say("nothing deleted")
-        return OK
+        return
     for each in chosen:
         worker.delete(each)
     if json:
@@ -315,7 +313,7 @@ def delete(
                 "slots": [s for k in chosen.values() if (s := _slot(k))],
             }
         )
-        return OK
+        return
     for each, k in chosen.items():
         say(f"{each}: deleted")
         if slot := _slot(k):
@@ -328,7 +326,6 @@ def delete(
             )
     if not chosen:
         say("no connector of a pipeline exists")
-    return OK
 
 
 # -- helpers ---------------------------------------------------------------------------------------

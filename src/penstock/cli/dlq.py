@@ -93,7 +93,7 @@ def ls(
     limit: Annotated[int, Parameter(name=["--limit", "-n"], help="at most this many (50)")] = 50,
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """List causes of dead letters, the largest first, each with its newest dead letter."""
     which = filters.filter()
     now = time.time()
@@ -114,10 +114,10 @@ def ls(
         made = table(*_GROUP_COLUMNS, rows=[_group_cells(cause, now) for cause in causes])
     if json:
         print_json(document)
-        return 0
+        return
     if not total:
         say("no dead letters" + (" match the filters" if which != Filter() else ""))
-        return 0
+        return
     show_table(made)
     say(
         styled(
@@ -126,7 +126,6 @@ def ls(
             "dim",
         )
     )
-    return 0
 
 
 @app.command
@@ -136,7 +135,7 @@ def show(
     *,
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """Show one dead letter in full: reason, traceback, attempts, headers and the queued event."""
 
     with common.stores() as stores:
@@ -149,7 +148,7 @@ def show(
         letter, row, steps = ask(stores, question)
     if json:
         print_json(_document(letter, row, steps))
-        return 0
+        return
     event = _event(letter)
     facts = (
         ("reason", styled(letter.reason, "bold red")),
@@ -193,7 +192,6 @@ def show(
         "then read it again with `penstock sources reset NAME --to …`"
     )
     say(styled("\n" + (reread if letter.stage == "source" else redrive), "dim"))
-    return 0
 
 
 @app.command
@@ -212,7 +210,7 @@ def retry(
     dry_run: Annotated[bool, Parameter(help="only show how many would be retried")] = False,
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """Redrive dead letters with a new budget.
 
     Each event is queued and its dead letter removed in one transaction.
@@ -240,7 +238,7 @@ def retry(
         if dry_run:
             sentence = f"would retry {plural(total, 'dead letter')}"
             report({"would_retry": total, "retried": 0, "skipped": 0}, sentence, json=json)
-            return 0
+            return
         done = stores.perform(
             lambda: process(
                 chosen,
@@ -257,7 +255,6 @@ def retry(
         f"retried {plural(done, 'dead letter')}{more}",
         json=json,
     )
-    return 0
 
 
 @app.command
@@ -268,7 +265,7 @@ def drop(
     yes: Yes = False,
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """Delete dead letters permanently, after a confirmation.
 
     Their events stay dead in the ledger.
@@ -282,10 +279,9 @@ def drop(
             hint=" (`penstock dlq export` keeps a copy)",
         ):
             say("nothing dropped")
-            return 0
+            return
         done = asyncio.run(process(chosen, total, stores.dead_letters.drop, "dropping"))
     report({"dropped": done}, f"dropped {plural(done, 'dead letter')}", json=json)
-    return 0
 
 
 @app.command
@@ -296,7 +292,7 @@ def export(
         str | None, Parameter(name=["--output", "-o"], help="a file (else stdout)")
     ] = None,
     common: CommonWithOutput = WITH_OUTPUT,
-) -> int:
+) -> None:
     """Export dead letters as JSON lines, with the queued bytes in base64."""
     which = filters.filter()
     written = 0
@@ -309,7 +305,6 @@ def export(
                     written += 1
     if output is not None:
         console(stderr=True).print(f"{plural(written, 'dead letter')} in {plain(output)}")
-    return 0
 
 
 # -- output ----------------------------------------------------------------------------------------

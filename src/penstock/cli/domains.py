@@ -27,7 +27,7 @@ from penstock.cli.output import (
     table,
 )
 from penstock.config import units
-from penstock.errors import OK, ConfigError, UsageError
+from penstock.errors import ConfigError, UsageError
 from penstock.operate.figures import count, iso, lasting, moment, plural, size
 from penstock.operate.hosts import Domain, Domains, host_of
 
@@ -47,7 +47,7 @@ def ls(
     limit: Annotated[int, Parameter(help="hosts listed")] = 50,
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """List hosts by queue length. Held or slowed hosts, and hosts with own rules, come first."""
     with _open(common, create=False) as (domains, stores):
         found, everywhere = ask(
@@ -61,12 +61,12 @@ def ls(
                 "exceptions": [_exception(e) for e in everywhere],
             }
         )
-        return OK
+        return
     for e in everywhere:
         say(styled("all hosts: ", "yellow"), f"{e.reason} (since {moment(e.at, now)}, {e.who})")
     if not found:
         say("no host is known yet")
-        return OK
+        return
     columns = (
         ("host", FOLD),
         ("queued", RIGHT),
@@ -79,13 +79,12 @@ def ls(
         ("why", FOLD),
     )
     show(table(*columns, rows=[_row(d, now) for d in found]))
-    return OK
 
 
 @app.command(name="show")
-def show_one(host: Host, /, *, json: Json = False, common: Common = DEFAULTS) -> int:
+def show_one(host: Host, /, *, json: Json = False, common: Common = DEFAULTS) -> None:
     """Show the stored state of one host."""
-    return _report(common, host, json=json, create=False)
+    _report(common, host, json=json, create=False)
 
 
 @app.command
@@ -107,7 +106,7 @@ def limit(
     ] = None,
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """Set the limits of a host, for every worker from now on.
 
     A longer interval that the host itself requests still applies.
@@ -128,7 +127,7 @@ def limit(
             burst=burst if burst is not None or reset else was.burst,
             concurrency=concurrency if concurrency is not None or reset else was.concurrency,
         )
-    return _report(common, host, json=json)
+    _report(common, host, json=json)
 
 
 @app.command
@@ -141,34 +140,34 @@ def pause(
     ] = None,
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """Stop requests to a host from all workers. Requests in flight finish, queued events wait."""
     key = _key(host, common)
     seconds = None if for_ is None else read_value("--for", for_, units.durations(0.001))
     with _open(common, create=True) as (domains, _):
         until = domains.pause(key, seconds)
     if json:
-        return _report(common, host, json=True)
-    end = "" if until == math.inf else f" until {moment(until)}"
-    report_pause("domains", key, until=end, paused=True)
-    return OK
+        _report(common, host, json=True)
+    else:
+        end = "" if until == math.inf else f" until {moment(until)}"
+        report_pause("domains", key, until=end, paused=True)
 
 
 @app.command
-def resume(host: Host, /, *, json: Json = False, common: Common = DEFAULTS) -> int:
+def resume(host: Host, /, *, json: Json = False, common: Common = DEFAULTS) -> None:
     """Resume a paused host. A wait that the host itself requested (Retry-After) is kept."""
     key = _key(host, common)
     with _open(common, create=True) as (domains, stores):
         freed = domains.resume(key)
         held = ask(stores, lambda tx: domains.one_in(tx, key)).state.blocked_until
     if json:
-        return _report(common, host, json=True)
+        _report(common, host, json=True)
+        return
     report_pause("domains", key, paused=False)
     if freed:
         say(f"{plural(freed, 'delayed event')} released")
     if held > time.time():
         say(f"{key} is still blocked until {moment(held)}: it sent Retry-After")
-    return OK
 
 
 @app.command
@@ -185,7 +184,7 @@ def robots(
     ] = "",
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """Show a host's robots.txt and whether it is obeyed, or change that."""
     key = _key(host, common)
     if what == "ignore" and not reason.strip():
@@ -206,7 +205,7 @@ def robots(
                 domains.ignore_robots(key, " ".join(reason.split()), operator())
             else:
                 domains.obey_robots(key)
-    return _report(common, host, json=json, create=what is not None)
+    _report(common, host, json=json, create=what is not None)
 
 
 # -- one host --------------------------------------------------------------------------------------
@@ -243,13 +242,13 @@ def _parse_rate(text: str) -> float:
     return math.inf if found is None else found
 
 
-def _report(common: Common, host: str, *, json: bool, create: bool = True) -> int:
+def _report(common: Common, host: str, *, json: bool, create: bool = True) -> None:
     key = _key(host, common)
     with _open(common, create=create) as (domains, stores):
         d = ask(stores, lambda tx: domains.one_in(tx, key))
     if json:
         print_json(_document(d))
-        return OK
+        return
     now = time.time()
     say(
         styled(d.host, "bold"),
@@ -257,7 +256,6 @@ def _report(common: Common, host: str, *, json: bool, create: bool = True) -> in
     )
     rows = [(styled(name, "dim"), text) for name, text in _lines(d, now)]
     show(table(("", FIXED), ("", FOLD), rows=rows, header=False))
-    return OK
 
 
 def _row(d: Domain, now: float) -> list[Text | str]:

@@ -57,7 +57,7 @@ def ls(
     ] = False,
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """List events, newest first. With `--status delayed`: the next due first."""
     if status is not None and status not in STATUSES:
         raise UsageError(f"there is no status {status!r}", hint=", ".join(STATUSES))
@@ -78,7 +78,7 @@ def ls(
         print_json(
             {"events": [row_document(row) for row in listing.events], "complete": listing.complete}
         )
-        return 0
+        return
     if listing.events:
         now = time.time()
         show(table(*COLUMNS, rows=[_cells(row, now) for row in listing.events]))
@@ -86,7 +86,6 @@ def ls(
         say("no such events" if status or host or source or url else "no events yet")
     if not listing.complete:
         say(styled(f"searched the newest {SCAN:,} events (--all searches every one)", "dim"))
-    return 0
 
 
 def _cells(row: EventRow, now: float) -> list[str | Text]:

@@ -61,7 +61,7 @@ def show(
     headers: Annotated[bool, Parameter(help="show its metadata instead of its bytes")] = False,
     json: Json = False,
     common: CommonWithOutput = WITH_OUTPUT,
-) -> int:
+) -> None:
     """Write the bytes of a stored page, unchanged."""
     with common.stores() as stores:
         page, row = ask(stores, lambda tx: _find(stores, tx, what))
@@ -93,16 +93,13 @@ def show(
                 say(styled(f"{name:<14}", "dim"), str(value or "") if not lines else "")
                 for key, text in lines.items():
                     say(f"  {key}: {text}")
-        if output is None:
-            return 0
     if output is not None:
         Path(output).write_bytes(body)
         console(stderr=True).print(f"{size(len(body))} in {plain(output)}")
-        return 0
-    sys.stdout.flush()
-    sys.stdout.buffer.write(body)
-    sys.stdout.buffer.flush()
-    return 0
+    elif not (json or headers):
+        sys.stdout.flush()
+        sys.stdout.buffer.write(body)
+        sys.stdout.buffer.flush()
 
 
 @app.command
@@ -112,7 +109,7 @@ def ls(
     limit: Annotated[int, Parameter(name=["--limit", "-n"], help="at most this many (50)")] = 50,
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """List the newest pages, and the total that is stored."""
     with common.stores() as stores:
         rows, (pages, on_disk) = ask(
@@ -136,7 +133,7 @@ def ls(
             for row, stored in rows
         ]
         print_json({"pages": listed, "total": {"pages": pages, "bytes_on_disk": on_disk}})
-        return 0
+        return
     now = time.time()
     columns = (
         *(("page", FIXED), ("size", RIGHT), ("http", RIGHT), ("fetched", FIXED), ("url", FOLD)),
@@ -156,7 +153,6 @@ def ls(
     if rows:
         show_table(table(*columns, rows=cells))
     say(styled(f"{plural(pages, 'page')} stored, {size(on_disk)} on disk", "dim"))
-    return 0
 
 
 @app.command
@@ -172,7 +168,7 @@ def prune(
     ] = None,
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """Remove old pages now, except pages that an open or dead event still needs.
 
     A running worker does this every minute.
@@ -193,7 +189,6 @@ def prune(
         stores.uow.write_now(lambda tx: tx.pages.sweep())
     sentence = f"removed {plural(pages, 'page')}, freed {size(freed)}"
     report({"removed": pages, "freed_bytes": freed}, sentence, json=json)
-    return 0
 
 
 def _find(stores: Stores, tx: Transaction, what: str) -> tuple[str, EventRow | None]:

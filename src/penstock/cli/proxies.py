@@ -46,7 +46,7 @@ _ADDRESS = re.compile(
 
 
 @app.command
-def ls(*, json: Json = False, common: Common = DEFAULTS) -> int:
+def ls(*, json: Json = False, common: Common = DEFAULTS) -> None:
     """List pools and proxies, and the hosts for which a proxy is in cooldown.
 
     Proxies of a provider's list are shown only if they have failed.
@@ -63,10 +63,10 @@ def ls(*, json: Json = False, common: Common = DEFAULTS) -> int:
     ]
     if json:
         print_json({"pools": pools, "listed": listed})
-        return OK
+        return
     if not pools:
         say("no proxies are configured: add a pool with [proxies.NAME] in penstock.toml")
-        return OK
+        return
     made = table(
         ("pool", FIXED),
         ("serves", FOLD),
@@ -105,7 +105,6 @@ def ls(*, json: Json = False, common: Common = DEFAULTS) -> int:
             styled("(list)", "dim"), "", plain(str(trouble["proxy"])), "", *_state(trouble)
         )
     show(made)
-    return OK
 
 
 @app.command(name="test")

@@ -45,7 +45,7 @@ def ls(
     pipeline: PipelineFile = None,
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """List replication slots on the sources' servers, with the WAL that each server keeps for them.
 
     A slot without a reader fills the server's disk.
@@ -69,10 +69,10 @@ def ls(
                 ]
             }
         )
-        return OK
+        return
     if not found:
         say("no slots: `penstock run` or `penstock sources slots create` creates them")
-        return OK
+        return
     made = table("slot", ("source", FOLD), "state", ("held", RIGHT), ("behind", RIGHT), "position")
     shown: set[str] = set()
     for source, slot in sorted(found, key=lambda pair: not pair[1].own):
@@ -88,7 +88,6 @@ def ls(
             slot.position,
         )
     show(made)
-    return OK
 
 
 @app.command
@@ -99,7 +98,7 @@ def create(
     pipeline: PipelineFile = None,
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """Create slot and publication before the first run, so that changes are kept from now on.
 
     The server waits for open transactions to end before it creates the slot.
@@ -113,10 +112,9 @@ def create(
         print_json(
             {"slots": [{"source": source, **msgspec.to_builtins(slot)} for source, slot in made]}
         )
-        return OK
+        return
     for source, slot in made:
         say(f"{source}: slot {slot.name} keeps changes from {slot.position} on")
-    return OK
 
 
 @app.command

@@ -27,7 +27,7 @@ from penstock.cli.output import (
     styled,
     table,
 )
-from penstock.errors import OK, UsageError
+from penstock.errors import UsageError
 from penstock.operate.figures import count, iso, lasting, moment, plural
 from penstock.rules.masking import mask
 
@@ -46,7 +46,7 @@ READER_TIMEOUT = 300.0
 
 
 @app.command
-def ls(*, pipeline: PipelineFile = None, json: Json = False, common: Common = DEFAULTS) -> int:
+def ls(*, pipeline: PipelineFile = None, json: Json = False, common: Common = DEFAULTS) -> None:
     """List the sources of the pipeline and of the ledger: position, events, lag and errors."""
     config = common.load().config
     specs = _declared(config, pipeline)
@@ -57,13 +57,13 @@ def ls(*, pipeline: PipelineFile = None, json: Json = False, common: Common = DE
         print_json(
             {"sources": [_document(name, specs.get(name), states.get(name)) for name in names]}
         )
-        return OK
+        return
     if not names:
         say(
             'no sources: declare one with shop.source("feed+https://…") in a pipeline, '
             "or with [[source]] in a TOML pipeline"
         )
-        return OK
+        return
     columns = (
         "source",
         "state",
@@ -77,7 +77,6 @@ def ls(*, pipeline: PipelineFile = None, json: Json = False, common: Common = DE
     for name in names:
         if (state := states.get(name)) and state.error:
             say(styled(plain(f"{name}: {state.error}"), "yellow"))
-    return OK
 
 
 @app.command(name="test")
@@ -92,7 +91,7 @@ def try_(
     pipeline: PipelineFile = None,
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """Read as the source does, and show the events it would create.
 
     No event is published, and the position of the source does not change.
@@ -114,7 +113,7 @@ def try_(
             "skipped": judged.skipped,
         }
         print_json(document)
-        return OK
+        return
     if judged.events:
         priorities = ("high", "normal", "low")
         rows = [
@@ -125,7 +124,6 @@ def try_(
         say(styled(plain(f"refused: {finding.cause or finding.id}: {reason}"), "yellow"))
     passed = f", {judged.skipped} skipped" if judged.skipped else ""
     say(f"preview: {plural(len(judged.events), 'event')} would be published{passed}")
-    return OK
 
 
 @app.command
@@ -140,7 +138,7 @@ def reset(
     pipeline: PipelineFile = None,
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """Set the position from which a source continues to read.
 
     Events that the ledger already has keep their ids and are not created again.
@@ -160,7 +158,6 @@ def reset(
         stores.uow.write_now(work)
     document = {"source": name, "position": description}
     report(document, f"{name}: new position: {description}", json=json)
-    return OK
 
 
 @app.command
@@ -173,18 +170,18 @@ def pause(
     ] = "paused by a person",
     pipeline: PipelineFile = None,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """Stop reading a source until it is resumed. Its reader stops within two seconds."""
-    return _pause(common, pipeline, name, " ".join(reason.split()) or "paused by a person")
+    _pause(common, pipeline, name, " ".join(reason.split()) or "paused by a person")
 
 
 @app.command
-def resume(name: Name, /, *, pipeline: PipelineFile = None, common: Common = DEFAULTS) -> int:
+def resume(name: Name, /, *, pipeline: PipelineFile = None, common: Common = DEFAULTS) -> None:
     """Resume a paused source at its position."""
-    return _pause(common, pipeline, name, None)
+    _pause(common, pipeline, name, None)
 
 
-def _pause(common: Common, pipeline: str | None, name: str, reason: str | None) -> int:
+def _pause(common: Common, pipeline: str | None, name: str, reason: str | None) -> None:
     config = common.load().config
     known = _declared(config, pipeline)
     with common.stores(create=True, config=config) as stores:
@@ -199,7 +196,6 @@ def _pause(common: Common, pipeline: str | None, name: str, reason: str | None) 
     if name not in there:
         raise _unknown(name, [*known, *there])
     report_pause("sources", name, paused=reason is not None)
-    return OK
 
 
 # -- declared and recorded sources -----------------------------------------------------------------

@@ -5,6 +5,7 @@ It reads counters, so its cost does not grow with the number of events.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -52,27 +53,25 @@ def status(
         bool, Parameter(name=["--watch", "-w"], help="refresh every second, until Ctrl-C")
     ] = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """Count events by status: pending, in flight, delayed, done, dead. The sum is all accepted.
 
     Also shows: why events wait, the largest dead-letter groups, sinks that are behind, pages that
     no extractor matched or that yielded nothing.
     """
     with common.stores() as stores:
-        if not watch:
-            found, now = look(stores)
-            if json:
-                print_json(document(found, now))
-            else:
-                console().print(picture(found, now))
-            return 0
-        return _watch(stores, json)
+        if watch:
+            _watch(stores, json)
+        elif json:
+            print_json(document(*look(stores)))
+        else:
+            console().print(picture(*look(stores)))
 
 
-def _watch(stores: Stores, json: bool) -> int:
+def _watch(stores: Stores, json: bool) -> None:
     from rich.live import Live
 
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         if json or not console().is_terminal:
             while True:
                 print_json(document(*look(stores)), line=True)
@@ -82,8 +81,6 @@ def _watch(stores: Stores, json: bool) -> int:
             while True:
                 time.sleep(1.0)
                 live.update(picture(*look(stores)))
-    except KeyboardInterrupt:
-        return 0
 
 
 Look = tuple[

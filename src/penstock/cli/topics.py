@@ -42,7 +42,7 @@ Topic = Annotated[str, Parameter(help="requests, pages, records, or one of them 
 
 
 @app.command
-def ls(*, json: Json = False, common: Common = DEFAULTS) -> int:
+def ls(*, json: Json = False, common: Common = DEFAULTS) -> None:
     """List topics and their groups, with the number of messages on the broker."""
     with common.stores() as stores:
         paused, rows = ask(stores, lambda tx: tx.queue.paused()), _figures(stores)
@@ -63,7 +63,7 @@ def ls(*, json: Json = False, common: Common = DEFAULTS) -> int:
                 ]
             }
         )
-        return OK
+        return
     columns = (*_COLUMNS, ("leased", RIGHT), ("delayed", RIGHT), "broker", ("paused", FOLD))
     cells = [
         (
@@ -74,7 +74,6 @@ def ls(*, json: Json = False, common: Common = DEFAULTS) -> int:
         for topic, group, s in rows
     ]
     show(table(*columns, rows=cells))
-    return OK
 
 
 @app.command
@@ -84,7 +83,7 @@ def stats(
     *,
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """Show the counts of the brokers. `~` marks an estimate.
 
     On Kafka, --json has the lag of each partition. `penstock status` shows the ledger's counts.
@@ -106,7 +105,7 @@ def stats(
                 ]
             }
         )
-        return OK
+        return
     figures = ("in flight", "delayed", "dead", "oldest")
     cells = [
         (
@@ -117,7 +116,6 @@ def stats(
         for name, group, s, _ in rows
     ]
     show(table(*_COLUMNS, *((name, RIGHT) for name in figures), rows=cells))
-    return OK
 
 
 @app.command
@@ -150,14 +148,14 @@ def peek(
     limit: Annotated[int, Parameter(name=["--limit", "-n"], help="messages to show")] = 10,
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """Show messages that wait on a topic, oldest first. They are not consumed."""
     with common.stores() as stores:
         _known(stores, topic)
         found = stores.perform(lambda: stores.topics.peek(topic, max(1, limit)))
     if json:
         print_json({"topic": topic, "messages": [_message(m) for m in found]})
-        return OK
+        return
     rows = [
         (
             short(m.id),
@@ -171,7 +169,6 @@ def peek(
     show(table("event", "key", ("size", RIGHT), "not before", ("url", FOLD), rows=rows))
     if not found:
         say(f"no message waits on {topic}")
-    return OK
 
 
 @app.command
@@ -181,15 +178,15 @@ def pause(
     *,
     reason: Annotated[str, Parameter(help="shown by status")] = "paused by hand",
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """Stop deliveries of a topic. Work in flight finishes, new messages wait."""
-    return _pause(common, topic, reason)
+    _pause(common, topic, reason)
 
 
 @app.command
-def resume(topic: Name = "requests", /, *, common: Common = DEFAULTS) -> int:
+def resume(topic: Name = "requests", /, *, common: Common = DEFAULTS) -> None:
     """Resume a paused topic. An open breaker is closed, and starts to count from zero."""
-    return _pause(common, topic, None)
+    _pause(common, topic, None)
 
 
 @app.command
@@ -200,7 +197,7 @@ def purge(
     yes: Yes = False,
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """Remove the waiting messages of a topic, after a confirmation.
 
     Their events become dead letters. `penstock dlq retry` redrives them.
@@ -209,11 +206,10 @@ def purge(
         _known(stores, topic)
         if not confirmed(f"remove all waiting messages of {topic}", yes=yes):
             say("nothing purged")
-            return OK
+            return
         gone = stores.perform(lambda: stores.dead_letters.purge(topic, "purged by hand"))
     sentence = f"purged {plural(gone, 'message')} of {topic}"
     report({"topic": topic, "purged": gone}, sentence, json=json)
-    return OK
 
 
 @app.command
@@ -234,7 +230,7 @@ def rewind(
     ] = [],  # noqa: B006
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """Deliver messages to a group again, if the broker keeps history.
 
     Events that have ended are not processed again.
@@ -258,13 +254,12 @@ def rewind(
         f"{plural(n, 'message')} of {topic} will be delivered to {group} again",
         json=json,
     )
-    return OK
 
 
 # -- helpers ---------------------------------------------------------------------------------------
 
 
-def _pause(common: Common, topic: str, reason: str | None) -> int:
+def _pause(common: Common, topic: str, reason: str | None) -> None:
     with common.stores(create=True) as stores:
 
         def work(tx: Transaction) -> bool:
@@ -277,7 +272,6 @@ def _pause(common: Common, topic: str, reason: str | None) -> int:
         if not stores.uow.write_now(work):
             raise _no_such(topic)
     report_pause("topics", topic, paused=reason is not None)
-    return OK
 
 
 def _figures(stores: Stores) -> list[tuple[str, str, Stats]]:

@@ -62,7 +62,7 @@ def trace(
     ] = 100,
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """Show the history of an event or a URL, with every event of its trace.
 
     Shows times, reasons, duplicates, page and records.
@@ -73,7 +73,6 @@ def trace(
         print_json(document(found))
     else:
         show(found)
-    return 0
 
 
 def gather(stores: Stores, tx: Transaction, what: str, limit: int) -> Traced:
