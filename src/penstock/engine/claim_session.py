@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from penstock.model import Event
 from penstock.ports import ClaimChange, ExternalClaims, Holder, Transaction, UnitOfWork
@@ -13,71 +13,35 @@ Takeovers: TypeAlias = Callable[
 ]
 
 
-class ClaimSession(Protocol):
-    """Claims as one transaction sees and changes them."""
-
-    takes_over: bool  # True if this transaction can take claims of other events
-
-    def holder(self, tx: Transaction, key: bytes) -> Holder | None: ...
-
-    def holders(self, tx: Transaction, keys: Sequence[bytes]) -> dict[bytes, Holder | None]:
-        """Return holders of many keys if one query for all keys is cheaper.
-
-        The result may be empty. Then use `holder` for each key.
-        """
-
-    def acquire(
-        self, tx: Transaction, free: Mapping[bytes, str], now: float
-    ) -> dict[bytes, ClaimChange]:
-        """Take claims (URL key -> owner) that no event had. Return the claims taken."""
-
-    def take_over(self, tx: Transaction, changes: Sequence[ClaimChange], now: float) -> None: ...
-
-    def set_next(self, tx: Transaction, key: bytes, id: str) -> None: ...
-
-    def reserve(
-        self, tx: Transaction, wants: Mapping[str, int], within: float
-    ) -> Mapping[str, Sequence[float]] | None:
-        """Reserve slots in the transaction. Return None if `Pace` must do it afterwards."""
-
-    async def apply(self) -> None:
-        """Write the decisions of the committed transaction to an external store."""
-
-
-class Claims(Protocol):
-    """Opens claim sessions."""
-
-    async def open(self, keys: Callable[[], Iterable[bytes]]) -> ClaimSession:
-        """Prepare a transaction that reads the claims of these URL keys."""
-
-    async def open_for_start(
-        self, wanted: Callable[[], Mapping[bytes, Event]], takeovers: Takeovers
-    ) -> ClaimSession:
-        """Prepare a transaction that starts these events."""
-
-
 class SharedClaims:
     """Claims in the ledger's store. Every read and change is part of the transaction."""
 
-    takes_over = True
+    takes_over = True  # this transaction can take claims of other events
 
     async def open(self, keys: Callable[[], Iterable[bytes]]) -> SharedClaims:
+        """Prepare a transaction that reads the claims of these URL keys."""
         return self
 
     async def open_for_start(
         self, wanted: Callable[[], Mapping[bytes, Event]], takeovers: Takeovers
     ) -> SharedClaims:
+        """Prepare a transaction that starts these events."""
         return self
 
     def holder(self, tx: Transaction, key: bytes) -> Holder | None:
         return tx.claims.holder(key)
 
     def holders(self, tx: Transaction, keys: Sequence[bytes]) -> dict[bytes, Holder | None]:
+        """Return holders of many keys if one query for all keys is cheaper.
+
+        The result may be empty. Then use `holder` for each key.
+        """
         return tx.claims.holders(keys) if keys else {}
 
     def acquire(
         self, tx: Transaction, free: Mapping[bytes, str], now: float
     ) -> dict[bytes, ClaimChange]:
+        """Take claims (URL key -> owner) that no event had. Return the claims taken."""
         return {key: ClaimChange(key, free[key]) for key in tx.claims.acquire(free, now)}
 
     def take_over(self, tx: Transaction, changes: Sequence[ClaimChange], now: float) -> None:
@@ -89,6 +53,7 @@ class SharedClaims:
     def reserve(
         self, tx: Transaction, wants: Mapping[str, int], within: float
     ) -> Mapping[str, Sequence[float]]:
+        """Reserve slots in the transaction."""
         return tx.hosts.reserve(wants, within)
 
     async def apply(self) -> None:
@@ -148,6 +113,7 @@ class PrefetchedSession:
         return self._holders.get(key)
 
     def holders(self, tx: Transaction, keys: Sequence[bytes]) -> dict[bytes, Holder | None]:
+        """Return no holders: `holder` needs no query."""
         return {}
 
     def acquire(
@@ -162,8 +128,13 @@ class PrefetchedSession:
         self._next[key] = (id, self._holders[key].owner)
 
     def reserve(self, tx: Transaction, wants: Mapping[str, int], within: float) -> None:
-        return None
+        """Return None: `Pace` reserves the slots after the transaction."""
 
     async def apply(self) -> None:
+        """Write the decisions of the committed transaction to the external store."""
         for key, (id_, owner) in self._next.items():
             await self._claims.set_next(key, id_, owner)
+
+
+Claims: TypeAlias = SharedClaims | PrefetchedClaims
+ClaimSession: TypeAlias = SharedClaims | PrefetchedSession  # claims as one transaction sees them

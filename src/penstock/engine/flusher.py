@@ -59,13 +59,13 @@ class Flusher:
         self.written = 0  # rows written by this process
         self._lock = lock
         self._on_notice = on_notice or (lambda _: None)
-        self._told = ""
+        self._last_notice = ""
         self._woken = asyncio.Event()
         self._idle = False
         self._opened = False
         # True if the target may hold rows after the recorded mark. Another machine will also write
         # these rows.
-        self._loose = lock.shared
+        self._has_unrecorded_rows = lock.shared
         self._position, self._mark = 0, ""  # last flushed row, and the target's mark after it
         self._thread: ThreadPoolExecutor | None = None
 
@@ -128,10 +128,10 @@ class Flusher:
             # holds the lock.
             try:
                 await self._in_thread(self.sink.close)
-                if self._loose and self._lock.here:
+                if self._has_unrecorded_rows and self._lock.here:
                     # If this fails, the next process that opens the file truncates it.
                     with contextlib.suppress(OSError, PenstockError):
-                        await self._tidy()
+                        await self._truncate_to_mark()
             finally:
                 self._thread.shutdown(wait=False)
                 self._opened = False
@@ -162,48 +162,48 @@ class Flusher:
         if not self._lock.held:
             self._opened = False
         if not self._lock.held and not await self._lock.take():
-            if self._loose and self._lock.here:
+            if self._has_unrecorded_rows and self._lock.here:
                 await self._in_thread(self.sink.close)
-                await self._tidy()
-                self._loose = False
+                await self._truncate_to_mark()
+                self._has_unrecorded_rows = False
             # Take over the reason of the holder: the outbox fills for all processes. Ignore a
             # status text of this process, which it wrote while it held the lock.
-            self._up_or(None if self._lock.here else self._lock.status() or None)
+            self._set_down(None if self._lock.here else self._lock.status() or None)
             self._idle = await self.backlog() == 0
             return TAKE_OVER
         if not self._opened:
-            self._loose = self._lock.shared
+            self._has_unrecorded_rows = self._lock.shared
             self._position, self._mark = await self._uow.read(
                 lambda tx: tx.outbox.position(self.sink.name)
             )
-            await self._note(
+            await self._record_position(
                 self._position, await self._in_thread(self.sink.open, self._position, self._mark)
             )
             self._opened = True
-            self._tell()
+            self._report_notice()
         rows = await self._uow.read(
             lambda tx: tx.outbox.rows(
                 self.sink.name, after=self._position, limit=self.batch, max_bytes=MAX_BYTES
             )
         )
         if not rows:
-            self._up_or(None)
+            self._set_down(None)
             self._idle = True
             return POLL
         self._idle = False
         if not self._lock.held:
             raise Lost
         mark = await self._in_thread(self.sink.write, rows)
-        await self._note(rows[-1].n, mark)
+        await self._record_position(rows[-1].n, mark)
         self.written += len(rows)
-        self._up_or(None)
-        self._tell()
+        self._set_down(None)
+        self._report_notice()
         if len(rows) == self.batch:
             return 0
         self._idle = True  # `wake` is called when this process adds rows
         return POLL
 
-    async def _note(self, position: int, mark: str) -> None:
+    async def _record_position(self, position: int, mark: str) -> None:
         """Record the position, unless another process has taken the lock.
 
         Synced under any `durability` of the pipeline, because the file is truncated to this mark.
@@ -219,7 +219,7 @@ class Flusher:
         await self._uow.write(work, durability=Durability.FSYNC)
         self._position, self._mark = position, mark
 
-    async def _tidy(self) -> None:
+    async def _truncate_to_mark(self) -> None:
         """Truncate the file of this machine to the recorded mark.
 
         Another machine continues after that mark, so this file must not hold later rows.
@@ -254,10 +254,10 @@ class Flusher:
         self._idle = False
         expected = isinstance(error, OSError | PenstockError)
         hint = f" (try: {error.hint})" if isinstance(error, PenstockError) and error.hint else ""
-        self._up_or((str(error) if expected else f"bug in the sink: {error!r}") + hint)
+        self._set_down((str(error) if expected else f"bug in the sink: {error!r}") + hint)
         return float(min(LAST_BACK_OFF, FIRST_BACK_OFF * 2 ** min(failures, 10)))
 
-    def _up_or(self, reason: str | None) -> None:
+    def _set_down(self, reason: str | None) -> None:
         """Set why the target is down, or None if it is up. Report a change in a notice."""
         if reason == self.down:
             return
@@ -265,7 +265,8 @@ class Flusher:
             self._on_notice(f"sink {self.sink.name} takes rows again")
         elif self.down is None:
             self._on_notice(
-                f"sink {self.sink.name} is down: {reason}; its rows wait in the outbox and nothing new is fetched until it is back"
+                f"sink {self.sink.name} is down: {reason}; its rows wait in the outbox"
+                " and nothing new is fetched until it is back"
             )
         if reason is None or self.down is None:
             self.since = self.clock.now() if reason else None
@@ -274,9 +275,9 @@ class Flusher:
             with contextlib.suppress(OSError):
                 self._lock.note(reason or "")
 
-    def _tell(self) -> None:
+    def _report_notice(self) -> None:
         """Report the sink's notice once, if it is new."""
-        if self.sink.notice != self._told:
-            self._told = self.sink.notice
-            if self._told:
-                self._on_notice(self._told)
+        if self.sink.notice != self._last_notice:
+            self._last_notice = self.sink.notice
+            if self._last_notice:
+                self._on_notice(self._last_notice)

@@ -141,12 +141,12 @@ class Handlers:
             if self._extracts.waiting:
                 self._extracts.flush()
             elif len(self._extracts.under_way) <= own_tasks:
-                self._recorder.flush()
+                self._recorder.batches.flush()
 
     def flush(self) -> None:
         """Process all partial batches now."""
         self._extracts.flush()
-        self._recorder.flush()
+        self._recorder.batches.flush()
 
     def cancel_late(self) -> None:
         """Cancel handlers that run longer than the deadline."""

@@ -8,13 +8,26 @@ import msgspec
 
 from penstock.errors import StoreUnavailable
 from penstock.model import Event, encode_event
-from penstock.ports import EventState, Out, Published, Transaction
+from penstock.ports import Delivery, EventState, Out, Published, Transaction
 
 
 def message_for(event: Event, body: bytes) -> Out:
     # Convert to `int`: not every broker accepts a member of the enumeration as a number.
     return Out(
         topic=event.topic, id=event.id, key=event.key, body=body, priority=int(event.priority)
+    )
+
+
+def message_again(d: Delivery, *, not_before: float) -> Out:
+    """Return the message of a delivery, to be published when it is due."""
+    return Out(
+        topic=d.topic,
+        id=d.id,
+        key=d.key,
+        body=d.body,
+        headers=d.headers,
+        priority=d.priority,
+        not_before=not_before,
     )
 
 

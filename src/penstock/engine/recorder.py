@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import random
 import traceback
@@ -47,25 +46,11 @@ class Recorder:
         self._clock, self._outage, self._first, self._last = clock, outage, first, last
         self._policies, self._rng, self._signals = policies, rng, signals
         self._on_recorded = on_recorded
-        self._batches: Batcher[tuple[InflightEvent, End]] = Batcher(
+        self.batches: Batcher[tuple[InflightEvent, End]] = Batcher(
             options.conclude_group,
             lambda: window.linger(options.conclude_linger),
             self._record,
         )
-
-    @property
-    def busy(self) -> bool:
-        """True if an end is not recorded yet."""
-        return bool(self._batches.waiting or self._batches.under_way)
-
-    @property
-    def under_way(self) -> set[asyncio.Task[None]]:
-        """Tasks that record ends now."""
-        return self._batches.under_way
-
-    def flush(self) -> None:
-        """Record the waiting ends now."""
-        self._batches.flush()
 
     def end(
         self,
@@ -96,7 +81,7 @@ class Recorder:
         for name, value in more.items():
             setattr(end, name, value)
         item.state = State.OUTCOME
-        self._batches.add((item, end))
+        self.batches.add((item, end))
 
     def fail(self, item: InflightEvent, stage: str, f: Failure) -> None:
         """End an event after a failure: delay it, retry it, or mark it as dead."""

@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from penstock.engine.maintenance import abandon
-from penstock.engine.publishing import message_for, publish
+from penstock.engine.publishing import message_again, message_for, publish
 from penstock.errors import PenstockError
 from penstock.model import Ack, Outcome, Reason, Release, Retry, decode_event
 from penstock.ports import (
@@ -72,7 +72,7 @@ class Relay:
         self._brokers = dict(brokers)  # topic -> broker
         self._subscriptions: dict[tuple[str, str], RelayedSubscription] = {}
         self.published: set[int] = set()  # rows that the next transaction deletes
-        self._too_large: list[tuple[int, Out]] = []  # (row, message) refused because of the size
+        self.too_large: list[tuple[int, Out]] = []  # (row, message) refused because of the size
         # Deliveries that are settled again later, because the broker was unavailable.
         self._unsettled: list[tuple[Delivery, Outcome]] = []
         self.next_due = 0.0  # time of the next due message known to this process, 0 if none
@@ -212,6 +212,7 @@ class Relay:
             for i in range(0, len(some), BATCH):
                 batch = some[i : i + BATCH]
                 broker = self.broker(batch[0][1].topic)
+                largest = broker.caps.max_body  # bytes of a body that the broker always accepts
                 try:
                     answers = await broker.publish([out for _, out in batch])
                 except PenstockError as e:  # the rows stay in the outgoing table
@@ -220,18 +221,8 @@ class Relay:
                 for (n, out), answer in zip(batch, answers, strict=True):
                     if answer is Published.OK:
                         self.published.add(n)
-                    elif answer is Published.FAILED and self._is_too_large(out):
-                        self._too_large.append((n, out))
-
-    def _is_too_large(self, out: Out) -> bool:
-        """Return True if a refused message is larger than the broker always accepts."""
-        largest = self.caps_of(out.topic).max_body
-        return largest is not None and len(out.body) > largest
-
-    def pop_too_large(self) -> list[tuple[int, Out]]:
-        """Remove and return the messages that the broker refused because of their size."""
-        found, self._too_large = self._too_large, []
-        return found
+                    elif answer is Published.FAILED and largest and len(out.body) > largest:
+                        self.too_large.append((n, out))
 
     async def publish_due(self, inner: UnitOfWork) -> None:
         """Publish due messages, including messages that other workers did not publish.
@@ -248,15 +239,16 @@ class Relay:
             await self._settle(again)
         due, self.next_due = await inner.read(lambda tx: tx.outgoing.next_due(self.clock.now()))
         if due or self.published:
-            rows, confirmed = await inner.write(self._reserve_due, durability=Durability.RELAXED)
+
+            def reserve(tx: Transaction) -> tuple[list[tuple[int, Out]], list[int]]:
+                confirmed = self.remove_confirmed(tx)
+                now = self.clock.now()
+                return tx.outgoing.reserve_due(now, now + RESERVATION, BATCH), confirmed
+
+            rows, confirmed = await inner.write(reserve, durability=Durability.RELAXED)
             self.published.difference_update(confirmed)
             if rows:
                 await self._publish(rows)
-
-    def _reserve_due(self, tx: Transaction) -> tuple[list[tuple[int, Out]], list[int]]:
-        confirmed = self.remove_confirmed(tx)
-        now = self.clock.now()
-        return tx.outgoing.reserve_due(now, now + RESERVATION, BATCH), confirmed
 
     def remove_confirmed(self, tx: Transaction) -> list[int]:
         """Delete the rows of published messages. Return the row numbers."""
@@ -334,7 +326,7 @@ class RelayedQueue:
         now = self._relay.clock.now()
         for d, outcome in items:
             if isinstance(outcome, Retry) and outcome.delay > PARK_AFTER:
-                self.enqueue([_delayed(d, now + outcome.delay)])
+                self.enqueue([message_again(d, not_before=now + outcome.delay)])
                 outcome = Ack()
             self._pending.settle.append((d, outcome))
         return [True] * len(items)
@@ -408,7 +400,8 @@ class RelayedUnitOfWork:
         def job(tx: Transaction) -> tuple[T, PendingBrokerWork]:
             # Use a new object for each run, because the store may run the job again.
             pending = PendingBrokerWork(confirmed=self._relay.remove_confirmed(tx))
-            return work(self._bind(tx, pending)), pending
+            queue = RelayedQueue(tx.outgoing, tx.members, tx.events, self._relay, pending)
+            return work(replace(tx, queue=queue)), pending
 
         result, pending = await self._inner.write(job, durability=durability)
         await self._relay.deliver(pending)
@@ -423,10 +416,6 @@ class RelayedUnitOfWork:
 
     def snapshot(self, work: Callable[[Transaction], T]) -> T:
         return self._inner.snapshot(work)
-
-    def _bind(self, tx: Transaction, pending: PendingBrokerWork) -> Transaction:
-        queue = RelayedQueue(tx.outgoing, tx.members, tx.events, self._relay, pending)
-        return replace(tx, queue=queue)
 
 
 class RelayChores:
@@ -467,7 +456,8 @@ class RelayChores:
     async def publish_due(self) -> None:
         """Publish due messages. End events whose message is too large for the broker."""
         await self._relay.publish_due(self._inner)
-        if rows := self._relay.pop_too_large():
+        rows, self._relay.too_large = self._relay.too_large, []
+        if rows:
             await self._uow.write(lambda tx: self._abandon_too_large(tx, rows))
 
     def _abandon_too_large(self, tx: Transaction, rows: Sequence[tuple[int, Out]]) -> None:
@@ -503,16 +493,3 @@ class RelayChores:
             publish(tx, [message_for(decode_event(envelope), envelope)])
             tx.maintenance.note(n, "pending", sentence(Reason.REPUBLISHED), now)
         return len(lost)
-
-
-def _delayed(d: Delivery, due: float) -> Out:
-    """Return the message of a delivery, to be published when it is due."""
-    return Out(
-        topic=d.topic,
-        id=d.id,
-        key=d.key,
-        body=d.body,
-        headers=d.headers,
-        priority=d.priority,
-        not_before=due,
-    )

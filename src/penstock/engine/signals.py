@@ -26,23 +26,15 @@ class Signals:
         self, event: Event, stage: str, kind: str, reason: str, *, dead: bool, delay: float
     ) -> None:
         self.failures.append((event.url, reason, kind))
-        if dead:
-            log.warning(
-                "dead: %s %s: %s",
-                event.url,
-                stage,
-                reason,
-                extra={"event_id": event.id, "trace_id": event.trace},
-            )
-        else:
-            log.info(
-                "retry in %.1f s: %s %s: %s",
-                delay,
-                event.url,
-                stage,
-                reason,
-                extra={"event_id": event.id, "trace_id": event.trace},
-            )
+        log.log(
+            logging.WARNING if dead else logging.INFO,
+            "%s: %s %s: %s",
+            "dead" if dead else f"retry in {delay:.1f} s",
+            event.url,
+            stage,
+            reason,
+            extra={"event_id": event.id, "trace_id": event.trace},
+        )
 
     def ended(self, end: End, now: float, *, applied: bool) -> None:
         """Count a committed end. `applied` is False if its fence was outdated."""

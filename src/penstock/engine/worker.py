@@ -159,9 +159,10 @@ class Worker:
             self._handlers.flush()
             await self._clock.sleep(0.01)
         self._handlers.release()
-        while self._recorder.busy:
-            self._recorder.flush()
-            await asyncio.wait(self._recorder.under_way, timeout=0.1)
+        ends = self._recorder.batches
+        while ends.waiting or ends.under_way:
+            ends.flush()
+            await asyncio.wait(ends.under_way, timeout=0.1)
             if self._outage.reason and self._clock.now() > until + self._options.grace:
                 log.error(
                     "shutting down while the store is unavailable: %d deliveries are not settled "

@@ -150,36 +150,38 @@ class Exchange:
         self.clear()
 
     def _setup(self) -> None:
-        o, opt = self.set_up.options, self.curl.setopt
-        opt(pycurl.NOSIGNAL, 1)
-        opt(pycurl.PROTOCOLS, pycurl.PROTO_HTTP | pycurl.PROTO_HTTPS)
-        opt(pycurl.FOLLOWLOCATION, 0)
-        opt(pycurl.NETRC, pycurl.NETRC_IGNORED)
-        opt(pycurl.PROXY, "")  # also ignores proxies from the environment
-        opt(pycurl.HTTP09_ALLOWED, 0)
-        opt(pycurl.PATH_AS_IS, 1)  # the URL is already canonical
-        opt(
-            pycurl.HTTP_VERSION,
-            pycurl.CURL_HTTP_VERSION_2TLS if o.http2 else pycurl.CURL_HTTP_VERSION_1_1,
-        )
-        opt(pycurl.BUFFERSIZE, 131072)
-        opt(pycurl.MAXFILESIZE_LARGE, o.max_encoded_bytes)
-        opt(pycurl.MAXAGE_CONN, o.idle_seconds)
+        o = self.set_up.options
+        version = pycurl.CURL_HTTP_VERSION_2TLS if o.http2 else pycurl.CURL_HTTP_VERSION_1_1
+        settings: list[tuple[int, Any]] = [
+            (pycurl.NOSIGNAL, 1),
+            (pycurl.PROTOCOLS, pycurl.PROTO_HTTP | pycurl.PROTO_HTTPS),
+            (pycurl.FOLLOWLOCATION, 0),
+            (pycurl.NETRC, pycurl.NETRC_IGNORED),
+            (pycurl.PROXY, ""),  # also ignores proxies from the environment
+            (pycurl.HTTP09_ALLOWED, 0),
+            (pycurl.PATH_AS_IS, 1),  # the URL is already canonical
+            (pycurl.HTTP_VERSION, version),
+            (pycurl.BUFFERSIZE, 131072),
+            (pycurl.MAXFILESIZE_LARGE, o.max_encoded_bytes),
+            (pycurl.MAXAGE_CONN, o.idle_seconds),
+            (pycurl.USERAGENT, o.user_agent),
+            (pycurl.HTTPHEADER, self.set_up.headers),
+            (pycurl.CAINFO, self.set_up.ca_file),
+            (pycurl.PROXY_CAINFO, self.set_up.ca_file),
+            (pycurl.SSL_VERIFYPEER, 1),
+            (pycurl.SSL_VERIFYHOST, 2),
+            # About ten calls per page, so no Python function is used. `oversized` checks the size.
+            (pycurl.HEADERFUNCTION, self.lines.append),
+            (pycurl.WRITEFUNCTION, self._on_body),
+            (pycurl.OPENSOCKETFUNCTION, self._on_open),
+            (pycurl.PREREQFUNCTION, self._on_ready),
+        ]
         # Set libcurl's limit only if its default is too short: it costs a timer for each request.
         # `overdue` is called first, and reports which timeout was exceeded.
         if o.connect_timeout > _MAX_DEFAULT_CONNECT_TIMEOUT:
-            opt(pycurl.CONNECTTIMEOUT_MS, int(o.connect_timeout * 1000) + 5000)
-        opt(pycurl.USERAGENT, o.user_agent)
-        opt(pycurl.HTTPHEADER, self.set_up.headers)
-        opt(pycurl.CAINFO, self.set_up.ca_file)
-        opt(pycurl.PROXY_CAINFO, self.set_up.ca_file)
-        opt(pycurl.SSL_VERIFYPEER, 1)
-        opt(pycurl.SSL_VERIFYHOST, 2)
-        # About ten calls per page, so no Python function is used. `oversized` checks the size.
-        opt(pycurl.HEADERFUNCTION, self.lines.append)
-        opt(pycurl.WRITEFUNCTION, self._on_body)
-        opt(pycurl.OPENSOCKETFUNCTION, self._on_open)
-        opt(pycurl.PREREQFUNCTION, self._on_ready)
+            settings.append((pycurl.CONNECTTIMEOUT_MS, int(o.connect_timeout * 1000) + 5000))
+        for option, value in settings:
+            self.curl.setopt(option, value)
         self.pin, self.pipewait, self.plain, self.plain_headers = "", False, True, True
 
     def clear(self) -> None:

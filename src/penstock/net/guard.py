@@ -13,7 +13,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -260,20 +260,17 @@ class _CachedLookup:
     failure: tuple[ErrorClass, str, str] | None = None
 
 
-@dataclass(slots=True)
 class _SystemResolver:
     """The system's resolver in separate threads.
 
     A resolver that hangs must not block the few default threads of the event loop.
     """
 
-    threads: int = 32
-    pool: ThreadPoolExecutor | None = field(default=None, init=False)
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(32, thread_name_prefix="resolve")
 
     async def __call__(self, host: str, port: int) -> Sequence[str]:
-        if self.pool is None:
-            self.pool = ThreadPoolExecutor(self.threads, thread_name_prefix="resolve")
-        return await asyncio.get_running_loop().run_in_executor(self.pool, self._query, host, port)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._query, host, port)
 
     @staticmethod
     def _query(host: str, port: int) -> list[str]:
@@ -283,8 +280,7 @@ class _SystemResolver:
         ]
 
     def close(self) -> None:
-        if self.pool is not None:
-            self.pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class NotResolved(Failure):
@@ -314,8 +310,8 @@ class Guard:
         own: Callable[[str], bool] = is_own,
     ) -> None:
         self._allow, self._ports = tuple(allow), frozenset(ports)
-        self._system = _SystemResolver() if resolver is None else None
-        self._resolver: Resolver = resolver or self._system  # type: ignore[assignment]
+        self._system = _SystemResolver()  # starts a thread only when it is used
+        self._resolver: Resolver = resolver or self._system
         self._ttl, self._failure_ttl, self._timeout = ttl, failure_ttl, timeout
         self._max_answers, self._max_names = max_answers, max_names
         self._clock, self._own = clock, own
@@ -363,8 +359,7 @@ class Guard:
     def close(self) -> None:
         for task in self._running_lookups.values():
             task.cancel()
-        if self._system is not None:
-            self._system.close()
+        self._system.close()
 
     # -- implementation
 
