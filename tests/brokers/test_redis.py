@@ -173,10 +173,10 @@ async def test_a_full_server_refuses_new_messages_and_can_be_drained(
         ("redis://h:port/0", "port that is not a number"),
         ("redis://h:99999/0", "port that is not a number"),
         ("redis://h/zero", "'zero', which is not a number"),
-        ("redis://u:secret@h/?password=secret", "unknown value of it: password"),
+        ("redis://u:secret@h/?password=secret", "no option 'password'"),
         ("redis://u:secret@h/?volatile=maybe", "volatile"),
         ("redis://h/?ssl_ca_certs=x", "ssl_ca_certs"),
-        ("rediss://h/?ssl_ca_certs=/no/such.pem", "not a file"),
+        ("rediss://h/?ssl_ca_certs=/no/such.pem", "ssl_ca_certs is '/no/such.pem'"),
     ],
 )
 def test_an_invalid_address_is_an_error_that_does_not_show_the_password(

@@ -290,7 +290,7 @@ async def test_each_mistake_at_the_start_has_a_different_error(server: Place) ->
     [
         ("s3:///prefix", "names no bucket"),
         ("s3://key:hunter2@bucket/", "names no bucket"),
-        ("s3://bucket/?regoin=x", "'regoin' is not an option"),
+        ("s3://bucket/?regoin=x", "no option 'regoin'"),
         ("s3://bucket/?key=x", "half of its credentials"),
         ("s3://bucket/?endpoint=localhost:9000", "endpoint is 'localhost:9000'"),
     ],

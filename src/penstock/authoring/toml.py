@@ -5,7 +5,6 @@ Transforms are a closed list, and no code is evaluated.
 
 from __future__ import annotations
 
-import difflib
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from penstock.authoring.page import Page
 from penstock.authoring.pipeline import Pipeline
 from penstock.authoring.selectors import SelectorList
 from penstock.authoring.transforms import TRANSFORMS, Transform, Unreadable
+from penstock.config.options import suggest
 from penstock.errors import ConfigError
 from penstock.model import ErrorClass, Failure, Follow
 
@@ -383,8 +383,8 @@ def _check_keys(table: dict[str, Any], keys: Sequence[str], path: str) -> None:
 
 
 def _suggest(name: Any, known: Any) -> str:
-    closest = difflib.get_close_matches(str(name), list(known), 1, 0.5)
-    return f"; did you mean {closest[0]}?" if closest else ""
+    hint = suggest(str(name), known, cutoff=0.5)
+    return f"; {hint}" if hint else ""
 
 
 def _raise_wrong_type(path: str, expected: str, value: Any) -> NoReturn:

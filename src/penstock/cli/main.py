@@ -152,17 +152,15 @@ def _dispatch(tokens: list[str]) -> int:
         return 0
     names = [name for name, *_ in COMMANDS]
     if tokens[0] not in names:
-        import difflib
-
+        from penstock.config.options import suggest
         from penstock.errors import UsageError
 
         if tokens[0].partition("=")[0] in LEADING:
             raise UsageError("no command given", hint="penstock --help lists them")
-        near = difflib.get_close_matches(tokens[0], names, 1, 0.6)
         what = "option" if tokens[0].startswith("-") else "command"
         raise UsageError(
             f"there is no {what} {tokens[0]!r}",
-            hint=f"did you mean penstock {near[0]}?" if near else "penstock --help lists them",
+            hint=suggest(tokens[0], names, "penstock --help lists them", command="penstock "),
         )
     if tokens[0] == "push":
         tokens = [STDIN if token == "-" else token for token in tokens]

@@ -5,7 +5,6 @@ No store or server is opened here.
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 import tomllib
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
 
+from penstock.config.options import suggest
 from penstock.config.schema import (
     BY_PATH,
     OPTIONS,
@@ -374,11 +374,11 @@ def _toml(option: Option, *, with_section: bool = False) -> str:
 def _suggest(
     name: str, known: list[str], otherwise: str = "`penstock config show` lists every option"
 ) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-    if not close:  # the right key in the wrong section
-        last = re.split(r"[._]", name)[-1]
-        close = [path for path in known if re.split(r"\.", path)[-1] == last][:1]
-    return f"did you mean {close[0]}?" if close else otherwise
+    last = re.split(r"[._]", name)[-1]
+    elsewhere = [path for path in known if path.rpartition(".")[2] == last]
+    if elsewhere:  # the right key in the wrong section
+        otherwise = f"did you mean {elsewhere[0]}?"
+    return suggest(name, known, otherwise, cutoff=0.75)
 
 
 def _written(option: Option, value: Any) -> str:

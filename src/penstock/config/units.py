@@ -189,7 +189,7 @@ def sizes(low: int = 1, high: int = 2**60) -> Kind:
     if high < 2**60:
         limits, examples = (
             f"{limits} and at most {write_size(high)}" if low else f"of at most {write_size(high)}",
-            f"0, {write_size(high)}",
+            write_size(high) if low else f"0, {write_size(high)}",
         )
     return Kind(
         name="size",

@@ -5,10 +5,11 @@ Used if the Connect worker does not have the plugin and cannot validate.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
+
+from penstock.config.options import suggest
 
 # ruff: noqa: SIM905 (long lists are easier to read as words)
 
@@ -358,12 +359,8 @@ def unknown(
     for name in config:
         if name in known or name == OWNER_OPTION or name.startswith(_PREFIXES + prefixes):
             continue
-        near = difflib.get_close_matches(name, list(known), 1, 0.75)
+        hint = suggest(name, known, cutoff=0.75)
         found.append(
-            Problem(
-                name,
-                "is not an option of this connector"
-                + (f", did you mean {near[0]}?" if near else ""),
-            )
+            Problem(name, "is not an option of this connector" + (f", {hint}" if hint else ""))
         )
     return found

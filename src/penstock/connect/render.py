@@ -5,7 +5,6 @@ Checks everything that needs no Connect worker, and sends no request.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import msgspec
 
 from penstock.authoring.pipeline import Pipeline
+from penstock.config.options import suggest
 from penstock.connect.catalogue import OWNER_OPTION, Plugin
 from penstock.connect.connectors import KINDS, Kind, Target
 from penstock.connect.options import ConnectOptions, is_secret, shown
@@ -95,9 +95,8 @@ def rendered(
     key = tuple(
         k.strip() for k in (keys.split(",") if isinstance(keys, str) else keys) if k.strip()
     )
-    if side == "sink" and _normalized(
-        options.get("schemas", parse_qs(parts.query).get("schemas", ["true"])[-1])
-    ) in ("false", "no", "off", "0"):
+    schemas = options.get("schemas", parse_qs(parts.query).get("schemas", ["true"])[-1])
+    if side == "sink" and str(schemas).strip().lower() in ("false", "no", "off", "0"):
         raise ConfigError(
             f"{where}: connectors cannot read the topic without schemas",
             hint="remove `schemas`: the default is true",
@@ -127,19 +126,14 @@ def rendered(
     )
 
 
-def _normalized(value: object) -> str:
-    return str(value).strip().lower()
-
-
 def _kind(where: str, side: str, given: Mapping[str, Any]) -> Kind:
     name = str(given.get("kind"))
     known = [k.name for k in KINDS.values() if k.side == side]
     if name not in known:
-        near = difflib.get_close_matches(name, known, 1)
         other = f"{name} is for a {KINDS[name].side}: " if name in KINDS else ""
         raise ConfigError(
             f"{where}: there is no kind of connector {name!r}",
-            hint=other + (f"did you mean {near[0]}?" if near else "one of " + ", ".join(known)),
+            hint=other + suggest(name, known, f"one of {', '.join(known)}"),
         )
     return KINDS[name]
 

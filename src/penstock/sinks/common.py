@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import parse_qsl, unquote
+from urllib.parse import unquote
 
 import msgspec
 
+from penstock.config import units
+from penstock.config.options import check_names, query_options, read_option
 from penstock.errors import ConfigError
 
 PROVENANCE = ("event_id", "trace_id", "url", "key", "extractor", "version", "fetched_at")
@@ -41,31 +42,17 @@ def file_url(
     path = unquote(path.removeprefix("//"))
     if not path or path.endswith("/") or path in (".", "..", "-", ":memory:") or "\0" in path:
         raise ConfigError(f"sink {url!r} has no file name", hint=example)
-    given = dict(parse_qsl(query, keep_blank_values=True)) | dict(options)
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = (
-                f"did you mean {near[0]!r}?"
-                if near
-                else f"options of {scheme} sinks: {', '.join(known) or 'none'}"
-            )
-            raise ConfigError(f"sink {url!r}: unknown option {name!r}", hint=hint)
+    given = {**query_options(query), **options}
+    check_names(f"sink {url!r}", given, known)
     return Path(os.path.abspath(base / Path(path).expanduser())), given
 
 
 def option_max_columns(url: str, given: Mapping[str, Any], *, limit: int) -> int:
-    raw = given.get("max_columns", MAX_COLUMNS)
-    least = len(PROVENANCE) + 3
-    try:
-        value = int(str(raw))
-    except ValueError:
-        value = -1
-    if not least <= value <= limit:
-        raise ConfigError(
-            f"sink {url!r}: max_columns is {raw!r}", hint=f"use a number from {least} to {limit}"
-        )
-    return value
+    kind = units.counts(len(PROVENANCE) + 3, limit)
+    count: int = read_option(
+        f"sink {url!r}", "max_columns", given.get("max_columns", MAX_COLUMNS), kind
+    )
+    return count
 
 
 class Flat(NamedTuple):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import random
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import msgspec
 
 from penstock.authoring.pipeline import SourceSpec
+from penstock.config.options import check_names
 from penstock.config.schema import Config
 from penstock.errors import ConfigError, UsageError
 from penstock.ports import Batch, Clock, Finding, Response
@@ -70,14 +71,11 @@ class BaseSource(ABC):
 
         Override it if reading has an effect outside before the generator is resumed.
         """
-        rounds = self.read(cursor)
-        try:
-            async for batch in rounds:
+        async with aclosing(self.read(cursor)) as batches:
+            async for batch in batches:
                 if batch.findings or batch.idle:
                     return list(batch.findings)[:limit]
-            return []
-        finally:
-            await rounds.aclose()
+        return []
 
     async def place(self, to: str) -> bytes | None:
         raise UsageError(f"source {self.name} has no position {to!r}", hint="use `--to start`")
@@ -94,15 +92,8 @@ def options(spec: SourceSpec, known: Mapping[str, Any]) -> dict[str, Any]:
 
     A value must have the type of its default. If the default is None, any type is allowed.
     """
+    check_names(f"source {spec.name}", spec.options, known)
     for name, value in spec.options.items():
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = (
-                f"did you mean {near[0]}?"
-                if near
-                else f"this kind of source has {', '.join(known) or 'no options'}"
-            )
-            raise ConfigError(f"source {spec.name}: there is no option {name!r}", hint=hint)
         default = known[name]
         if default is not None and not isinstance(
             value, int | float if isinstance(default, float) else type(default)

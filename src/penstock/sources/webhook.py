@@ -6,7 +6,6 @@ See `penstock.intake.endpoint` for the HTTP server.
 from __future__ import annotations
 
 import ipaddress
-import os
 import re
 import secrets
 from collections.abc import AsyncGenerator, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 from penstock.authoring.pipeline import SourceSpec
 from penstock.config import units
+from penstock.config.options import read_option, resolve_env
 from penstock.errors import ConfigError, RequestRefused, UsageError
 from penstock.model import mint
 from penstock.ports import Batch, Finding
@@ -50,10 +50,6 @@ OPTIONS: dict[str, Any] = {
 }
 # Options that only signature = "hmac" has.
 HMAC_OPTIONS = ("header", "algorithm", "encoding", "prefix", "signed", "timestamp")
-
-
-def open_source(spec: SourceSpec, context: SourceContext) -> Webhook:
-    return Webhook(spec, context)
 
 
 class Webhook(BaseSource):
@@ -115,10 +111,7 @@ class Webhook(BaseSource):
         return ConfigError(f"source {self.name}: {message}", hint=hint)
 
     def _option(self, value: Any, kind: units.Kind, name: str) -> Any:
-        try:
-            return kind.read(value)
-        except (ValueError, TypeError):
-            raise self._wrong(f"{name} is {value!r}", f"expected {kind.expected}") from None
+        return read_option(f"source {self.name}", name, value, kind)
 
     def _secrets(self, given: dict[str, Any]) -> list[str]:
         one, several = given["secret"], given["secrets"]
@@ -137,18 +130,7 @@ class Webhook(BaseSource):
                 "a secret is not a text",
                 'use secret = "env:SHOP_SECRET", or secrets = ["env:NEW", "env:OLD"]',
             )
-        found = []
-        for text in texts:
-            if text.startswith("env:"):
-                name = text.removeprefix("env:")
-                if not (value := os.environ.get(name)):
-                    raise self._wrong(
-                        f"its secret is read from the variable {name}, which is not set",
-                        f"export {name}=…",
-                    )
-                text = value
-            found.append(text)
-        return found
+        return [resolve_env(f"source {self.name}: its secret", text) for text in texts]
 
     def _key(self, secret: str) -> bytes:
         """Return the key of a secret. Errors contain only the length of the secret."""
@@ -406,3 +388,6 @@ def _is_loopback(host: str) -> bool:
         return address is None or ipaddress.ip_address(address).is_loopback
     except ValueError:
         return False
+
+
+open_source = Webhook

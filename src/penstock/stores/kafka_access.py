@@ -5,11 +5,15 @@ For broker, source and sink. No connection is opened here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+from urllib.parse import unquote
 
 import msgspec
 from confluent_kafka import KafkaError, KafkaException
 
+from penstock.config import units
+from penstock.config.options import query_options
 from penstock.errors import ConfigError
 
 SASL = {"plain": "PLAIN", "scram-sha-256": "SCRAM-SHA-256", "scram-sha-512": "SCRAM-SHA-512"}
@@ -19,6 +23,14 @@ _TLS_PROPERTIES = {
     "key": "ssl.key.location",
     "key_password": "ssl.key.password",
 }
+_TEXT = units.texts(r"[^\0]*", "a text")
+CONNECTION: dict[str, units.Kind] = {
+    **dict.fromkeys(("username", "password", *_TLS_PROPERTIES), _TEXT),
+    "sasl": units.choices(*SASL),
+    "verify": units.FLAG,
+    "timeout": units.durations(0.1, 600),
+}
+RDKAFKA = ("rdkafka.",)  # prefix of options that are properties of librdkafka
 _PERMISSION_ERRORS = (
     KafkaError.TOPIC_AUTHORIZATION_FAILED,
     KafkaError.GROUP_AUTHORIZATION_FAILED,
@@ -79,7 +91,57 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
         return conf
 
 
-def server(host: str, where: str, example: str) -> str:
+class ClusterUrl(msgspec.Struct, frozen=True, kw_only=True):
+    """Parts of `kafka://user:password@host:9092,host2/path?option=value`, not yet checked."""
+
+    where: str  # for messages
+    scheme: str
+    hosts: str
+    path: str
+    login: dict[str, str]
+    options: dict[str, str]
+
+    def access(self, options: Mapping[str, Any], example: str) -> dict[str, Any]:
+        """Return the fields of `Access` for this address and these options. Raises ConfigError."""
+        if bool(options.get("username")) != bool(options.get("password")):
+            raise ConfigError(
+                f"{self.where}: the user or the password is missing",
+                hint=f"give both: {self.scheme}://user:password@{self.hosts}",
+            )
+        properties = {name: value for name, value in options.items() if name.startswith(RDKAFKA)}
+        return {
+            **{name: value for name, value in options.items() if name not in properties},
+            "servers": ",".join(
+                _server(host.strip(), self.where, example) for host in self.hosts.split(",")
+            ),
+            "tls": self.scheme == "kafka+ssl",
+            "rdkafka": {n.removeprefix(RDKAFKA[0]): str(v) for n, v in properties.items()},
+        }
+
+
+def split_url(url: str, where: str, example: str) -> ClusterUrl:
+    """Raises ConfigError if it is not a Kafka URL. Messages begin with `where`."""
+    scheme, _, rest = url.partition("://")
+    if scheme not in ("kafka", "kafka+ssl") or not rest:
+        raise ConfigError(
+            f"{where}: the URL is not a Kafka URL",
+            hint=f"write it as {example}, or with TLS as kafka+ssl://user:password@host:9093",
+        )
+    rest, _, query = rest.partition("?")
+    userinfo, _, place = rest.rpartition("@")
+    user, _, password = userinfo.partition(":")
+    hosts, _, path = place.partition("/")
+    return ClusterUrl(
+        where=where,
+        scheme=scheme,
+        hosts=hosts,
+        path=unquote(path),
+        login={"username": unquote(user), "password": unquote(password)} if user else {},
+        options=query_options(query),
+    )
+
+
+def _server(host: str, where: str, example: str) -> str:
     """Return `host:port` of one address. The default port is 9092. Raises ConfigError."""
     name, _, port = host.rpartition(":") if not host.endswith("]") else (host, "", "")
     if not name:
@@ -113,26 +175,37 @@ def told(
     for secret in (access.password, access.key_password):
         text = text.replace(secret, "***") if secret else text
     at = f"Kafka at {access.servers}"
-    if code in _LOGIN_ERRORS:
-        return f"{at} refuses the login ({text})", f"check user, password and sasl= in {url}"
-    if code in _PERMISSION_ERRORS:
-        return f"{at} does not permit {doing} ({text})", f"give this user {rights}"
-    if code == KafkaError._SSL:
-        return (
+    explanations = (
+        (
+            _LOGIN_ERRORS,
+            f"{at} refuses the login ({text})",
+            f"check user, password and sasl= in {url}",
+        ),
+        (
+            _PERMISSION_ERRORS,
+            f"{at} does not permit {doing} ({text})",
+            f"give this user {rights}",
+        ),
+        (
+            (KafkaError._SSL,),
             f"no TLS connection to {at} ({text})",
             "use kafka+ssl:// for TLS ports and kafka:// for plain ports. "
             "Name the CA of a private certificate with ca=FILE",
-        )
-    if code == KafkaError._RESOLVE:
-        return (
+        ),
+        (
+            (KafkaError._RESOLVE,),
             f"the host of {at} cannot be resolved ({text})",
             f"check the spelling of the host in {url}",
-        )
-    if code in _VERSION_ERRORS:
-        return (
+        ),
+        (
+            _VERSION_ERRORS,
             f"{at} is too old for {doing} ({text})",
             "use Kafka 2.4 or newer, or with protocol=consumer 4.0 or newer",
-        )
+        ),
+    )
+    for codes, message, hint in explanations:
+        if code in codes:
+            return message, hint
     return (
         f"{at} cannot be reached for {doing} ({text})",
         "check that it runs, and host and port. A server that requires TLS or a login closes other "

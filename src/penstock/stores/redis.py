@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 from redis import Redis
 from redis import exceptions as wrong
@@ -19,13 +19,14 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.retry import Retry as BlockingRetry
 
+from penstock.config import units
+from penstock.config.options import query_options, read_options
 from penstock.errors import ConfigError, PenstockError, StoreUnavailable, Unreachable
 
 # Oldest supported version. It has script flags, LPOP with a count, and an XAUTOCLAIM that drops
 # deleted entries.
 OLDEST = (7, 0)
 REPLY_TIMEOUT = 10.0  # seconds for one round trip, after which the server counts as unavailable
-TLS_OPTIONS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 Argument = str | bytes | int | float
 
 
@@ -216,7 +217,47 @@ class Server:
             self._checked = True
 
     def judge(self, facts: Mapping[str, str]) -> None:
-        judge(facts, self.name, evictable=self._evictable, volatile=self._volatile)
+        """Check the reply of INFO. Raises Unreachable if the server is not usable."""
+        version = facts.get("redis_version", "0")
+        policy = facts.get("maxmemory_policy", "noeviction")
+        problems = (
+            (
+                facts.get("loading") == "1",  # the other values are not final yet
+                "is loading its data",
+                "try again in some seconds",
+            ),
+            (
+                tuple(int(n) for n in version.split(".")[:2] if n.isdigit()) < OLDEST,
+                f"is version {version}; Penstock needs 7.0 or newer",
+                "upgrade the server, or name another one",
+            ),
+            (
+                facts.get("role") == "slave",
+                "is a replica and accepts no writes",
+                "name the primary in the DSN",
+            ),
+            (
+                facts.get("cluster_enabled") == "1",
+                "is a cluster node; Penstock needs a single primary",
+                "name a server without cluster mode",
+            ),
+            (
+                not self._volatile
+                and (policy.startswith("allkeys") or (self._evictable and policy != "noeviction")),
+                f"may evict keys of Penstock when memory is short (maxmemory-policy {policy})",
+                "run CONFIG SET maxmemory-policy noeviction, "
+                "or accept the loss with ?volatile=allow in the DSN",
+            ),
+            (
+                not self._volatile and facts.get("aof_enabled") != "1",
+                "loses its data on a restart (no append-only file)",
+                "run CONFIG SET appendonly yes (and set it in redis.conf), "
+                "or accept the loss with ?volatile=allow in the DSN",
+            ),
+        )
+        for found, problem, hint in problems:
+            if found:
+                raise Unreachable(f"Redis at {self.name} {problem}", hint=hint)
 
     async def close(self) -> None:
         await self._pool.disconnect()
@@ -263,42 +304,21 @@ class Blocking:
             self._client = None
 
 
-def judge(facts: Mapping[str, str], name: str, *, evictable: bool, volatile: bool) -> None:
-    """Check the reply of INFO. Raises Unreachable if the server is not usable."""
-    if facts.get("loading") == "1":  # the other values are not final yet
-        raise Unreachable(f"Redis at {name} is loading its data", hint="try again in some seconds")
-    version = facts.get("redis_version", "0")
-    if tuple(int(n) for n in version.split(".")[:2] if n.isdigit()) < OLDEST:
-        raise Unreachable(
-            f"Redis at {name} is version {version}; Penstock needs 7.0 or newer",
-            hint="upgrade the server, or name another one",
-        )
-    if facts.get("role") == "slave":
-        raise Unreachable(
-            f"Redis at {name} is a replica and accepts no writes",
-            hint="name the primary in the DSN",
-        )
-    if facts.get("cluster_enabled") == "1":
-        raise Unreachable(
-            f"Redis at {name} is a cluster node; Penstock needs a single primary",
-            hint="name a server without cluster mode",
-        )
-    if volatile:
-        return
-    policy = facts.get("maxmemory_policy", "noeviction")
-    if policy.startswith("allkeys") or (evictable and policy != "noeviction"):
-        raise Unreachable(
-            f"Redis at {name} may evict keys of Penstock when memory is short "
-            f"(maxmemory-policy {policy})",
-            hint="run CONFIG SET maxmemory-policy noeviction, "
-            "or accept the loss with ?volatile=allow in the DSN",
-        )
-    if facts.get("aof_enabled") != "1":
-        raise Unreachable(
-            f"Redis at {name} loses its data on a restart (no append-only file)",
-            hint="run CONFIG SET appendonly yes (and set it in redis.conf), "
-            "or accept the loss with ?volatile=allow in the DSN",
-        )
+def _existing_file(value: object) -> str:
+    if not Path(str(value)).is_file():
+        raise ValueError(value)
+    return str(value)
+
+
+_OPTIONS = {"volatile": units.choices("allow")}
+_TLS_OPTIONS = dict.fromkeys(
+    ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile"),
+    units.Kind(
+        name="file",
+        expected="the path of a PEM file that this user may read",
+        read=_existing_file,
+    ),
+)
 
 
 def parse(url: str) -> tuple[dict[str, Any], bool]:
@@ -334,20 +354,6 @@ def parse(url: str) -> tuple[dict[str, Any], bool]:
         options["username"] = unquote(parts.username)
     if parts.password:
         options["password"] = unquote(parts.password)
-    volatile = False
-    for name, value in parse_qsl(parts.query, keep_blank_values=True):
-        if name == "volatile" and value == "allow":
-            volatile = True
-        elif name in TLS_OPTIONS and parts.scheme == "rediss":
-            if not Path(value).is_file():
-                raise ConfigError(
-                    f"the Redis DSN names {value} as {name}, which is not a file",
-                    hint="give the path of a PEM file that this user may read",
-                )
-            options[name] = value
-        else:
-            raise ConfigError(
-                f"the Redis DSN has an unknown option, or an unknown value of it: {name}",
-                hint=f"use volatile=allow, or with rediss {', '.join(TLS_OPTIONS)}",
-            )
-    return options, volatile
+    known = _OPTIONS | _TLS_OPTIONS if parts.scheme == "rediss" else _OPTIONS
+    options |= read_options("the Redis DSN", query_options(parts.query), known)
+    return options, options.pop("volatile", "") == "allow"

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from penstock.brokers.dead_copies import dead_headers
 from penstock.brokers.kafka.entries import BufferedMessage, Partition
 from penstock.brokers.kafka.group_reader import GroupReader
 from penstock.brokers.kafka.history import read
@@ -42,18 +43,7 @@ from penstock.rules.watermark import Window
 from penstock.stores.context import Context
 
 T = TypeVar("T")
-CAPS = Capabilities(
-    order_per_key="native",
-    strict_priority="none",
-    delay="emulated",
-    replay=True,
-    bounded=False,
-    counts_deliveries=False,
-    hold_keys=False,
-    exact_stats=False,
-    transactional=False,
-    lease="connection",
-)
+CAPS = Capabilities(order_per_key="native", delay="emulated", replay=True, lease="connection")
 _topic_of = attrgetter("topic")
 _ENVELOPE_BYTES = 65536  # bytes reserved for the headers, key and framing of a message
 
@@ -195,13 +185,8 @@ class KafkaBroker:
         sends: list[Message] = []
         for e, outcome in others:
             if isinstance(outcome, Dead):
-                extra_headers = {
-                    "penstock-reason": outcome.reason,
-                    "penstock-position": str(e.position),
-                }
-                sends.append(
-                    compose(reader.plan.dead, e.id, e.key, e.body, {**e.headers, **extra_headers})
-                )
+                headers = dead_headers(e, outcome.reason)
+                sends.append(compose(reader.plan.dead, e.id, e.key, e.body, headers))
             elif (
                 isinstance(outcome, Retry)
                 and reader.plan.retry_topic_for(outcome.delay) is not None

@@ -16,18 +16,13 @@ import msgspec
 from confluent_kafka import KafkaError
 
 from penstock.brokers.kafka.consumer import CommitRequest, GroupConsumer
-from penstock.brokers.kafka.entries import (
-    MESSAGE_OVERHEAD,
-    Backlog,
-    BufferedMessage,
-    Partition,
-    Run,
-)
+from penstock.brokers.kafka.entries import MESSAGE_OVERHEAD, BufferedMessage, Partition, Run
 from penstock.brokers.kafka.topics import Layout
 from penstock.brokers.kafka.url import Settings, unavailable_error
 from penstock.errors import StoreUnavailable
 from penstock.model import Ack, Outcome
 from penstock.ports import Clock, Delivery
+from penstock.rules.handout import Backlog
 from penstock.rules.watermark import Window
 
 # After this many messages arrived together, a receive call with a partial batch waits this long
@@ -66,7 +61,7 @@ class GroupReader:
             clock,
             lease,
         )
-        self.backlog = Backlog(ordered=plan.ordered)
+        self.backlog: Backlog[BufferedMessage] = Backlog(ordered=plan.ordered)
         self.partitions: dict[tuple[str, int], Partition] = {}
         self.handed_out: dict[int, BufferedMessage] = {}  # position -> unsettled delivery
         self.warnings: dict[tuple[str, int], str] = {}

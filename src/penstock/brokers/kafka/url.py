@@ -29,17 +29,16 @@ Options are set in the query, or in PENSTOCK_KAFKA_OPTIONS in the same spelling
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
-from urllib.parse import parse_qsl, unquote
 
-import msgspec
 from confluent_kafka import KafkaError
 
 from penstock.config import units
+from penstock.config.options import query_options, read_options
 from penstock.errors import ConfigError, PenstockError, StoreUnavailable, Unreachable
 from penstock.rules.masking import mask
-from penstock.stores.kafka_access import SASL, Access, server, told
+from penstock.stores.kafka_access import CONNECTION, RDKAFKA, Access, split_url, told
 
 ENVIRONMENT = "PENSTOCK_KAFKA_OPTIONS"
 EXAMPLE = "kafka://127.0.0.1:9092"
@@ -73,95 +72,44 @@ def _levels(text: object) -> tuple[float, ...]:
     return tuple(levels)
 
 
-_READ: dict[str, tuple[Callable[[object], Any], str]] = {
-    **{
-        name: (kind.read, kind.expected)
-        for name, kind in {
-            "partitions": units.counts(1, 4096),
-            "replication": units.counts(1, 32),
-            "min_insync": units.counts(1, 32),
-            "retention": units.durations(60),
-            "max_message": units.sizes(1024),
-            "window": units.counts(1, 10_000),
-            "window_bytes": units.sizes(65536),
-            "session": units.durations(0.5, 1800),
-            "grace": units.durations(0, 120),
-            "timeout": units.durations(0.1, 600),
-            "commit_interval": units.durations(0, 60),
-            "sasl": units.choices(*SASL),
-            "protocol": units.choices("classic", "consumer"),
-            "verify": units.FLAG,
-        }.items()
-    },
-    "retry_levels": (
-        _levels,
-        "up to 16 durations of at least 1s with commas between them (5s,1m,1h)",
+OPTIONS: dict[str, units.Kind] = {
+    **CONNECTION,
+    "partitions": units.counts(1, 4096),
+    "replication": units.counts(1, 32),
+    "min_insync": units.counts(1, 32),
+    "retention": units.durations(60),
+    "retry_levels": units.Kind(
+        name="list of durations",
+        expected="up to 16 durations of at least 1s with commas between them (5s,1m,1h)",
+        read=_levels,
     ),
-    **dict.fromkeys(("username", "password", "ca", "cert", "key", "key_password"), (str, "a text")),
+    "max_message": units.sizes(1024),
+    "window": units.counts(1, 10_000),
+    "window_bytes": units.sizes(65536),
+    "session": units.durations(0.5, 1800),
+    "grace": units.durations(0, 120),
+    "commit_interval": units.durations(0, 60),
+    "protocol": units.choices("classic", "consumer"),
 }
 
 
 def parse(url: str, env: Mapping[str, str]) -> Settings:
     """Parse a URL and its options. Raises ConfigError, which never shows the password."""
     shown = mask(url)
-    scheme, _, rest = url.partition("://")
-    if scheme not in ("kafka", "kafka+ssl") or not rest:
-        raise ConfigError(
-            f"{shown!r} is not a Kafka URL",
-            hint=f"{EXAMPLE}, or kafka+ssl://user:password@host:9093",
-        )
-    rest, _, query = rest.partition("?")
-    userinfo, _, hosts = rest.rpartition("@")
-    user, _, password = userinfo.partition(":")
-    hosts, _, path = hosts.partition("/")
-    if path:
+    address = split_url(url, repr(shown), EXAMPLE)
+    if address.path:
         raise ConfigError(
             f"{shown!r}: Kafka has no databases, so a path after the host is not allowed",
-            hint=f"{scheme}://{hosts}, and set PENSTOCK_NAMESPACE for a prefix of topics",
+            hint=f"{address.scheme}://{address.hosts}, "
+            "and set PENSTOCK_NAMESPACE for a prefix of topics",
         )
-    servers = [server(host.strip(), repr(shown), EXAMPLE) for host in hosts.split(",")]
-    found: dict[str, Any] = (
-        {"username": unquote(user), "password": unquote(password)} if user else {}
-    )
-    rdkafka: dict[str, str] = {}
-    for origin, text in ((ENVIRONMENT, env.get(ENVIRONMENT, "")), (shown, query)):
-        for name, value in parse_qsl(text, keep_blank_values=True):
-            if name.startswith("rdkafka."):
-                rdkafka[name.removeprefix("rdkafka.")] = value
-                continue
-            if name not in _READ:
-                raise ConfigError(
-                    f"{origin!r}: there is no option {name!r}",
-                    hint=f"one of {', '.join(sorted(_READ))}, or rdkafka.NAME",
-                )
-            read, expected = _READ[name]
-            try:
-                found[name] = read(value)
-            except (ValueError, OverflowError):
-                raise ConfigError(
-                    f"{origin!r}: {name} must be {expected}", hint=f"…?{name}={_example(name)}"
-                ) from None
-    if bool(found.get("username")) != bool(found.get("password")):
-        raise ConfigError(
-            f"{shown!r} has a user without a password, or the other way round",
-            hint=f"{scheme}://user:password@{hosts}",
-        )
-    return Settings(
-        shown=shown, servers=",".join(servers), tls=scheme == "kafka+ssl", rdkafka=rdkafka, **found
-    )
-
-
-def _example(name: str) -> str:
-    default = {field.name: field.default for field in msgspec.structs.fields(Settings)}[name]
-    if name == "retry_levels":
-        return "5s,30s,2m"
-    return (
-        "true"
-        if default is True
-        else units.write_duration(default)
-        if isinstance(default, float)
-        else str(default or 2)
-    )
+    from_environment = query_options(env.get(ENVIRONMENT, ""))
+    found = {
+        **address.login,
+        **read_options(ENVIRONMENT, from_environment, OPTIONS, unchecked=RDKAFKA),
+        **read_options(repr(shown), address.options, OPTIONS, unchecked=RDKAFKA),
+    }
+    return Settings(shown=shown, **address.access(found, EXAMPLE))
 
 
 # -- errors ----------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
+from urllib.parse import unquote, urlencode, urlsplit, urlunsplit
 
 import aiormq
 import msgspec
@@ -17,6 +17,8 @@ from aiormq.channel import Channel
 from aiormq.connection import TCPTransportFactory, TLSTransportFactory, TransportFactory
 
 from penstock.brokers.rabbitmq.management import Management
+from penstock.config import units
+from penstock.config.options import query_options, read_options
 from penstock.errors import ConfigError, StoreUnavailable, Unreachable
 from penstock.rules.masking import mask
 
@@ -26,8 +28,14 @@ READ_BUFFER = 1 << 20  # bytes
 # The first version with at-least-once dead-lettering and a time to live in quorum queues.
 MIN_VERSION = (3, 10)
 EXAMPLE = "amqp://user:password@host:5672/vhost"
-TLS_OPTIONS = ("cafile", "capath", "certfile", "keyfile", "no_verify_ssl")
-OWN_OPTIONS = ("publish_timeout", "management")
+_SECONDS = units.durations(0.1, 3600)
+_TEXT = units.texts(".*", "a text")
+_OPTIONS = {
+    "heartbeat": _SECONDS,
+    "publish_timeout": _SECONDS,
+    "management": _TEXT,
+    **dict.fromkeys(("cafile", "capath", "certfile", "keyfile", "no_verify_ssl"), _TEXT),
+}
 CONNECTION_ERRORS = (amqp.AMQPError, OSError, TimeoutError, RuntimeError)
 
 # Every error is handled where it occurs. The library would also print a traceback to the user's
@@ -68,25 +76,11 @@ def read_address(dsn: str) -> Address:
         raise ConfigError(
             f"{shown!r} names a virtual host with a '/' in it", hint="write that '/' as %2F"
         )
-    options = dict(parse_qsl(parts.query, keep_blank_values=True))
-    if unknown := sorted(set(options) - {"heartbeat", *TLS_OPTIONS, *OWN_OPTIONS}):
-        raise ConfigError(
-            f"{shown!r}: there is no option {unknown[0]!r}",
-            hint=f"one of heartbeat, {', '.join((*OWN_OPTIONS, *TLS_OPTIONS))}",
-        )
-    numbers = {}
-    for name, default in (("heartbeat", 30.0), ("publish_timeout", 10.0)):
-        try:
-            numbers[name] = float(options.pop(name, default))
-        except ValueError:
-            numbers[name] = -1.0
-        if not 0.1 <= numbers[name] <= 3600:
-            raise ConfigError(
-                f"{shown!r}: {name} is not a number of seconds", hint=f"{name}={default:g}"
-            )
+    options = read_options(repr(shown), query_options(parts.query), _OPTIONS)
+    publish_timeout = options.pop("publish_timeout", 10.0)
     api = options.pop("management", "")
     user = unquote(parts.username or "guest")
-    options["heartbeat"] = str(max(1, round(numbers["heartbeat"])))
+    options["heartbeat"] = max(1, round(options.get("heartbeat", 30.0)))
     port = port or (5671 if parts.scheme == "amqps" else 5672)
     return Address(
         url=urlunsplit((parts.scheme, parts.netloc, parts.path, urlencode(options), "")),
@@ -94,7 +88,7 @@ def read_address(dsn: str) -> Address:
         host_port=f"{parts.hostname}:{port}",
         user=user,
         vhost=unquote(parts.path[1:]) or "/",
-        publish_timeout=numbers["publish_timeout"],
+        publish_timeout=publish_timeout,
         management=Management(api, user, unquote(parts.password or "guest")) if api else None,
     )
 

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import base64
 import binascii
-import difflib
 import hashlib
 import json
 import re
 from typing import Any
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 import zstandard
@@ -29,13 +28,15 @@ from botocore.exceptions import (  # type: ignore[import-untyped, unused-ignore]
     SSLError,
 )
 
+from penstock.brokers.dead_copies import DEAD
+from penstock.config import units
+from penstock.config.options import query_options, read_options
 from penstock.errors import ConfigError, PenstockError, StoreUnavailable, Unreachable
 from penstock.ports import Out
 from penstock.rules.masking import mask
 
 CLASSES = ("high", "normal", "low")
 NORMAL = 1
-DEAD = ".dead"
 ATTRIBUTE = "penstock"  # name of Penstock's message attribute
 # Bytes of a message or a batch that every server accepts. A queue may have a higher limit.
 MIN_SIZE_LIMIT = 256 << 10
@@ -72,7 +73,13 @@ class SqsAddress(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-_OPTIONS = ("region", "tls", "poll", "max_receives")
+_OPTIONS = {
+    "region": units.texts(".*", "the name of a region"),
+    "tls": units.choices("true", "false"),
+    # A worker that ends waits for its polls, so this is also a part of its shutdown time.
+    "poll": units.counts(1, 20),
+    "max_receives": units.counts(0, 1000),
+}
 
 
 def parse(url: str, namespace: str) -> SqsAddress:
@@ -85,45 +92,24 @@ def parse(url: str, namespace: str) -> SqsAddress:
             f"{mask(url)} is not an SQS URL: {e}",
             hint=f"{EXAMPLE}. Write / + @ : in a secret as %2F %2B %40 %3A",
         ) from e
-    options = dict(parse_qsl(parts.query, keep_blank_values=True))
-    for name in options:
-        if name not in _OPTIONS:
-            near = difflib.get_close_matches(name, _OPTIONS, 1)
-            raise ConfigError(
-                f"{mask(url)}: there is no option {name!r}",
-                hint=f"did you mean {near[0]}?" if near else "options: " + ", ".join(_OPTIONS),
-            )
+    options = read_options(mask(url), query_options(parts.query), _OPTIONS)
     if bool(parts.username) != bool(parts.password):
         raise ConfigError(
             f"{mask(url)} has half of its credentials",
             hint="sqs://key:secret@…, or neither for the usual AWS credentials",
         )
-    tls = options.get("tls", "true")
-    if tls not in ("true", "false"):
-        raise ConfigError(f"{mask(url)}: tls is {tls!r}", hint="tls=true or tls=false")
+    web_scheme = "http" if options.get("tls") == "false" else "https"
     name = parts.path.strip("/") or namespace or "penstock"
     own = f"[{host}]" if host and ":" in host else host
     return SqsAddress(
-        endpoint=None
-        if own is None
-        else f"{'https' if tls == 'true' else 'http'}://{own}{f':{port}' if port else ''}",
+        endpoint=f"{web_scheme}://{own}{f':{port}' if port else ''}" if own else None,
         region=options.get("region") or ("elasticmq" if own else None),
         key=unquote(parts.username) if parts.username else None,
         secret=unquote(parts.password) if parts.password else None,
         prefix=re.sub(r"[^A-Za-z0-9_-]", "-", name) if len(name) <= 24 else _shorten(name, 24),
-        # A worker that ends waits for its polls, so this is also a part of its shutdown time.
-        poll=_number(url, options, "poll", 2, 1, 20),
-        receives=_number(url, options, "max_receives", 1000, 0, 1000),
+        poll=options.get("poll", 2),
+        receives=options.get("max_receives", 1000),
     )
-
-
-def _number(url: str, options: dict[str, str], name: str, default: int, low: int, high: int) -> int:
-    text = options.get(name, str(default))
-    if not (text.isascii() and text.isdigit() and low <= int(text) <= high):
-        raise ConfigError(
-            f"{mask(url)}: {name} is {text!r}", hint=f"a whole number from {low} to {high}"
-        )
-    return int(text)
 
 
 # -- names -----------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from urllib.parse import parse_qsl, quote, urlencode
 
 from penstock.authoring.pipeline import SourceSpec
 from penstock.config import units
+from penstock.config.options import read_option
 from penstock.config.schema import Config
 from penstock.errors import ConfigError
 from penstock.sources.base import options
@@ -131,8 +132,8 @@ def cdc_settings(spec: SourceSpec, config: Config) -> CdcSettings:
         owned=not chosen["publication"],
         operations=operations,
         snapshot=chosen["snapshot"],
-        max_lag=_size(chosen["max_lag"], GIB, 1 << 20, f"{where}: max_lag"),
-        max_spill=_size(chosen["max_spill"], GIB, 0, f"{where}: max_spill"),
+        max_lag=_size(where, chosen, "max_lag", low=1 << 20),
+        max_spill=_size(where, chosen, "max_spill", low=0),
         on_limit=chosen["on_limit"],
     )
 
@@ -239,17 +240,13 @@ def _parts(spec: SourceSpec, known: Mapping[str, Any]) -> tuple[Address, dict[st
                 hint="set it either in the URL or as an option",
             )
         given[name] = (
-            _flag(text, f"source {spec.name}: {name}") if isinstance(known[name], bool) else text
+            read_option(f"source {spec.name}", name, text, units.FLAG)
+            if isinstance(known[name], bool)
+            else text
         )
     tail = f"?{urlencode(others, quote_via=quote)}" if others else ""
     chosen = options(dataclasses.replace(spec, options={**given, **spec.options}), known)
     return Address.parse(f"postgres:{base}{tail}"), chosen
-
-
-def _flag(text: str, where: str) -> bool:
-    if text.lower() not in ("true", "false", "1", "0", "yes", "no"):
-        raise ConfigError(f"{where} is {text!r}", hint="use true or false")
-    return text.lower() in ("true", "1", "yes")
 
 
 def _tables(value: Any, where: str) -> tuple[TableName, ...]:
@@ -270,15 +267,7 @@ def _tables(value: Any, where: str) -> tuple[TableName, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _size(value: Any, default: int, low: int, where: str) -> int:
-    try:
-        size = default if value is None else units.size(value)
-    except ValueError:
-        size = -1
-    if size < low:
-        raise ConfigError(
-            f"{where} is {value!r}",
-            hint='use a size such as "512MiB" or "10GiB", '
-            f"at least {units.write_size(low) if low else '0'}",
-        )
+def _size(where: str, chosen: Mapping[str, Any], name: str, *, low: int) -> int:
+    value = GIB if chosen[name] is None else chosen[name]
+    size: int = read_option(where, name, value, units.sizes(low))
     return size

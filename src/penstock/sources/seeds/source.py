@@ -6,13 +6,13 @@ See `object_reader` for how one list is read.
 from __future__ import annotations
 
 import asyncio
-import difflib
 import os
 from collections.abc import AsyncGenerator
 from typing import Any, Final
 
 from penstock.authoring.pipeline import SourceSpec
 from penstock.config import units
+from penstock.config.options import read_option, suggest
 from penstock.errors import ConfigError, SourceDown, UsageError
 from penstock.ports import Batch, Finding
 from penstock.rules.masking import mask
@@ -146,13 +146,12 @@ class Seeds(BaseSource):
         That is so if the source reads once, if the object is immutable, or if it has not changed
         for 5 s or since the last round.
         """
-        if (
+        return (
             self.every is None
             or found.version is not None
             or self.context.clock.now() - found.at > QUIET_TIME
-        ):
-            return True
-        return position is not None and position.stamp == found.stamp
+            or (position is not None and position.stamp == found.stamp)
+        )
 
     # -- positions ---------------------------------------------------------------------------------
 
@@ -167,12 +166,9 @@ class Seeds(BaseSource):
         if to not in ("end", "now"):
             name, line = _position(to, names)
             if name not in names:
-                near = difflib.get_close_matches(name, names, n=1)
                 raise UsageError(
                     f"source {self.name} has no list {name!r}",
-                    hint=f"did you mean {near[0]}?"
-                    if near
-                    else "use start, end, NAME or NAME:LINE",
+                    hint=suggest(name, names, "use start, end, NAME or NAME:LINE"),
                 )
         return await asyncio.to_thread(self._cursor_at, seen, name, line)
 
@@ -210,8 +206,6 @@ class Seeds(BaseSource):
         return positions.encode()
 
     def describe(self, cursor: bytes | None) -> str:
-        if cursor is None:
-            return "at the start"
         last = last_position(cursor)
         if not last.name:
             return "at the start"
@@ -296,17 +290,9 @@ def _format(spec: SourceSpec, text: str) -> tuple[str, bool] | None:
 
 
 def _size(spec: SourceSpec, given: dict[str, Any], name: str, default: int, limit: int) -> int:
-    try:
-        found = default if given[name] is None else units.size(given[name])
-    except ValueError:
-        found = -1
-    if not 1 <= found <= limit:
-        raise ConfigError(
-            f"source {spec.name}: {name} is {given[name]!r}",
-            hint=f'use at most "{units.write_size(limit)}", '
-            f'for example "{units.write_size(default)}"',
-        )
-    return found
+    value = default if given[name] is None else given[name]
+    size: int = read_option(f"source {spec.name}", name, value, units.sizes(1, limit))
+    return size
 
 
 def _bucket(spec: SourceSpec, *, any_name: bool) -> Any:
