@@ -217,7 +217,6 @@ LIMITS: dict[Reason, ErrorClass] = {
     Reason.SOCKET: _O,
     Reason.CLOSED: _O,
 }
-Breach = Reason  # the name that net and fetching use
 _TOO_LARGE = (Reason.HEADERS, Reason.BODY, Reason.DECODED, Reason.CODINGS)
 
 
