@@ -36,10 +36,6 @@ class Unreachable(PenstockError):
     exit_code = UNREACHABLE
 
 
-class NoState(Unreachable):
-    """The state directory has no ledger yet."""
-
-
 class BadEnvelope(PenstockError):
     """Bytes on a topic are not an event of a known version."""
 

@@ -146,6 +146,19 @@ async def test_a_retry_passes_the_retry_topics_and_is_redelivered_to_its_group_o
     await broker.close()
 
 
+async def test_a_retry_delay_can_equal_the_shortest_delay_of_a_retry_topic(url: str) -> None:
+    broker, clock = open_kafka(url, options="retry_levels=1s"), SystemClock()
+    await broker.ensure([TopicSpec(name="t")])
+    await fill(broker, ["a1"])
+    sub = sub_of(broker)
+    asked = clock.now()
+    assert all(await sub.settle([(d, Retry(1.0, "later")) for d in await take(sub, 1)]))
+    (again,) = await take(sub, 1, wait=30.0)
+    assert clock.now() >= asked + 1.0
+    assert again.id == "a1"
+    await broker.close()
+
+
 # -- windows ---------------------------------------------------------------------------------------
 
 

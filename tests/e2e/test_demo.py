@@ -100,7 +100,7 @@ def test_output_without_a_terminal_is_plain_lines_and_the_commands_it_names_work
     assert len(lines_starting_with(done.out, "dead     http")) == 1
     assert len(lines_starting_with(done.out, "delayed ")) >= 1
     assert re.search(r"the shop was redesigned after \d+ s", done.out)
-    empty = int(re.search(r"since then (\d+) pages? gave no row", done.out)[1])  # type: ignore[index]
+    empty = int(re.search(r"Since then (\d+) pages? gave no row", done.out)[1])  # type: ignore[index]
     out = demo_of(project)
     assert empty == out.status()["counters"]["empty"] >= 1
     for command in ("status", "trace last", "dlq ls"):
@@ -133,7 +133,7 @@ def test_the_demo_runs_its_full_time_if_the_machine_is_suspended_at_its_start(
         # Longer than the two seconds and the time that open events get after them.
         time.sleep(5.5 if number == signal.SIGSTOP else 0)
     assert running.wait() == 0, running.output
-    assert re.search(r"since then \d+ pages? gave no row", running.output), (
+    assert re.search(r"Since then \d+ pages? gave no row", running.output), (
         "rows, then a redesign, and pages after it"
     )
 

@@ -18,6 +18,14 @@ ROLES = ("fetch", "extract", "sink")
 PAGES = 1500
 NOISE = f"<p>{random.Random(1).randbytes(10_000).hex()}</p>"  # at least 10 kB after compression
 
+WAITS_WHILE_LOADED = """
+import pathlib, time
+
+pathlib.Path("loading").touch()
+while not pathlib.Path("continue").exists():
+    time.sleep(0.05)
+"""
+
 
 def ends(project: Project) -> int:
     total = project.total()
@@ -83,6 +91,21 @@ def test_every_row_is_written_once_although_each_role_is_killed_and_restarted(
     assert max(asked.values()) <= 1 + kills
     assert sum(asked.values()) <= PAGES + kills * 64, "a stored page was fetched again"
     project.doctor()
+    project.nothing_runs()
+
+
+@pytest.mark.parametrize("options", [("--role", "fetch"), ("--workers", "2")])
+def test_a_sigterm_during_the_start_ends_the_run_with_exit_code_0(
+    project: Project, options: tuple[str, ...]
+) -> None:
+    """The pipeline waits while it is loaded, so that the signal arrives before the work begins."""
+    project.write("shop.py", WAITS_WHILE_LOADED + SHOP)
+    running = project.start("run", "shop.py", *options)
+    wait_for((project.dir / "loading").exists, "the start", every=0.05)
+    running.signal(15)
+    project.write("continue", "")
+    assert running.wait() == 0, running.output
+    assert "Traceback" not in running.output
     project.nothing_runs()
 
 

@@ -21,7 +21,7 @@ from penstock.cli.main import main
 from penstock.cli.output import console
 from penstock.config import files as config
 from penstock.intake.accept import push
-from penstock.runtime.process import Running
+from penstock.runtime.process import WorkerProcess
 from penstock.runtime.stores import open_stores
 from penstock.testing.web import Reply, Request, Web, reply
 
@@ -81,8 +81,8 @@ class Project:
         return json.loads(await self.text(*args, "--json"))
 
     @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[Running]:
-        running = Running(
+    async def running(self) -> AsyncIterator[WorkerProcess]:
+        running = WorkerProcess(
             self.config, self.dir / "shop.py", roles=frozenset({"fetch", "extract", "sink"})
         )
         stop = asyncio.Event()
@@ -94,7 +94,7 @@ class Project:
             await task
 
     async def run(self) -> None:
-        running = Running(
+        running = WorkerProcess(
             self.config, self.dir / "shop.py", roles=frozenset({"fetch", "extract", "sink"})
         )
         await running.run(asyncio.Event(), until_idle=True)
@@ -366,7 +366,7 @@ async def test_blocked_hosts_are_listed_first_and_resume_keeps_a_retry_after(
         )
         assert by_host["many.example"]["state"] == "paused"
         assert [r["status"] for r in blocked["robots_txt"]] == [404]
-        assert "still blocked by its own Retry-After" in await domains.text("resume", web.url())
+        assert "is still blocked until" in await domains.text("resume", web.url())
         assert (await domains("show", web.url()))["state"] == "blocked"
         for bad in (
             ["limit", "x.example"],

@@ -33,7 +33,7 @@ from penstock.ports import Response
 from penstock.rules import pace
 from penstock.rules.events import event_of
 from penstock.rules.proxies import PoolExhausted
-from penstock.runtime.process import Running
+from penstock.runtime.process import WorkerProcess
 from penstock.runtime.stores import open_stores
 from penstock.stores.sqlite import Database
 
@@ -522,7 +522,7 @@ class Project:
         return config.load({}, {}, self.dir).config
 
     async def run(self) -> int:
-        running = Running(
+        running = WorkerProcess(
             self.config, self.dir / "shop.py", roles=frozenset({"fetch", "extract", "sink"})
         )
         return await running.run(asyncio.Event(), until_idle=True)
@@ -530,7 +530,7 @@ class Project:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         running, stop = (
-            Running(
+            WorkerProcess(
                 self.config, self.dir / "shop.py", roles=frozenset({"fetch", "extract", "sink"})
             ),
             asyncio.Event(),

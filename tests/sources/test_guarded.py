@@ -15,7 +15,7 @@ from penstock.authoring.pipeline import Pipeline
 from penstock.config import files as config
 from penstock.errors import SourceDown
 from penstock.model import Failure
-from penstock.runtime.process import source_to_look_at
+from penstock.runtime.sources_and_sinks import source_to_look_at
 from penstock.testing.web import Reply, Request, Web, json_reply, reply
 
 FEED = b"<rss><channel><item><guid>1</guid><link>https://shop.test/1</link></item></channel></rss>"

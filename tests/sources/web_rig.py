@@ -12,7 +12,7 @@ from penstock.authoring.pipeline import Pipeline
 from penstock.config import files as config
 from penstock.intake.mapping import Mapping
 from penstock.ports import Finding, Source
-from penstock.runtime.process import source_to_look_at
+from penstock.runtime.sources_and_sinks import source_to_look_at
 from penstock.testing.web import Web
 
 T = TypeVar("T")

@@ -517,8 +517,8 @@ def planted(place: str, source: str) -> list[Module]:
         ("cli.planted", "from penstock.ledgers.sql import reports"),
         ("cli.planted", "from penstock.net.http import CurlFetcher"),
         ("demo.planted", "from penstock.stores.sql import Tx"),
-        ("testing.planted", "from penstock.runtime.process import Running"),
-        ("penstock", "from penstock.runtime.process import Running"),
+        ("testing.planted", "from penstock.runtime.process import WorkerProcess"),
+        ("penstock", "from penstock.runtime.process import WorkerProcess"),
         ("attic.planted", "from penstock.model import Event"),
     ],
 )

@@ -10,10 +10,10 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from penstock.demo.display import (
-    Buried,
     Counts,
+    DeadPage,
+    FieldChange,
     Host,
-    Moved,
     Snapshot,
     Source,
     Waiting,
@@ -35,8 +35,8 @@ BUSY = replace(
         Waiting("http://127.0.0.1:41235/product/founders-kettle", "429, Retry-After 3 s", 2.1),
     ),
     records=40, changes=5, unchanged=3,
-    moved=(Moved("b", "Santoku Knife 17 cm", "price", "81.49", "71.99"), Moved("a", "Dimmable Bulb 2700 K", "price", "8.99", "8.39")),
-    dead=(Buried(SHOP + "/product/mystery-box", "empty key: field 'sku' is empty"),), p50=0.212, p95=1.43,
+    moved=(FieldChange("b", "Santoku Knife 17 cm", "price", "81.49", "71.99"), FieldChange("a", "Dimmable Bulb 2700 K", "price", "8.99", "8.39")),
+    dead=(DeadPage(SHOP + "/product/mystery-box", "empty key: field 'sku' is empty"),), p50=0.212, p95=1.43,
 )  # fmt: skip
 FLOODED = replace(
     BUSY, counts=Counts(pending=10**6, success=10**7, delayed=500, dead=300), waiting=BUSY.waiting * 250, moved=BUSY.moved * 50, dead=BUSY.dead * 300,
@@ -141,7 +141,7 @@ def test_only_the_status_of_a_row_is_coloured() -> None:
 )
 def test_scraped_text_cannot_move_the_cursor_or_break_the_layout(hostile: str) -> None:
     nasty = replace(
-        BUSY, waiting=(Waiting(hostile, hostile, 1.0),), moved=(Moved("1", hostile, hostile, hostile, hostile),), dead=(Buried(hostile, hostile),),
+        BUSY, waiting=(Waiting(hostile, hostile, 1.0),), moved=(FieldChange("1", hostile, hostile, hostile, hostile),), dead=(DeadPage(hostile, hostile),),
         sources=(Source(hostile, 1, 1), Source("b", 1, 1), Source("c", 1, 1)), hosts=(Host(hostile, 1, 1), Host("b", 1, None)), breaker=hostile, notice=hostile,
     )  # fmt: skip
     lines = drawn(nasty, 80)
@@ -167,7 +167,7 @@ def test_text_output_lists_only_new_changes_delays_and_dead_events() -> None:
     assert plain(BUSY, BUSY).splitlines() == first[:1]
     more = replace(
         BUSY,
-        moved=(Moved("c", "Sling Bag 4 l", "price", "46.50", "41.99"), *BUSY.moved),
+        moved=(FieldChange("c", "Sling Bag 4 l", "price", "46.50", "41.99"), *BUSY.moved),
         notice="redesigned",
     )
     assert [line.split()[0] for line in plain(more, BUSY).splitlines()[1:]] == ["changed", "note"]

@@ -27,17 +27,23 @@ class Page:
     """
 
     def __init__(
-        self, url: str, body: bytes, *, status: int = 200, headers: Mapping[str, str] | None = None, fetched_at: float = 0.0,
-        event: Event | None = None, requested_url: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        url: str,
+        body: bytes,
+        *,
+        status: int = 200,
+        headers: Mapping[str, str] | None = None,
+        fetched_at: float = 0.0,
+        event: Event | None = None,
+        requested_url: str | None = None,
+    ) -> None:
         self.url, self.body, self.status, self.fetched_at = url, body, status, fetched_at
         self.headers: dict[str, str] = {k.lower(): v for k, v in headers.items()} if headers else {}
         self._event: Event | bytes | None = event
         self._parsed: Selector | None = None
         self.requested_url = requested_url or url
-        self.followed: set[str] = (
-            set()
-        )  # URLs from follow(). They are canonical and are not joined again.
+        # URLs from follow(). They are canonical and are not joined again.
+        self.followed: set[str] = set()
 
     def __repr__(self) -> str:
         return f"<Page {self.status} {self.url} {len(self.body)} bytes>"
@@ -82,9 +88,8 @@ class Page:
     @property
     def _document(self) -> Selector:
         if self._parsed is None:
-            from penstock.authoring.selectors import (
-                parse,  # imported here: the parser is large, and most processes never parse
-            )
+            # Imported here: the parser is large, and most processes never parse.
+            from penstock.authoring.selectors import parse
 
             self._parsed = parse(self.body, self.headers.get("content-type"))
         return self._parsed

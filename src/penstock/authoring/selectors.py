@@ -100,15 +100,18 @@ class SelectorList:
 
     __slots__ = ("_items", "_of", "_query")
 
-    def __init__(
-        self, of: Selector | None, query: Query | None, items: list[Selector] | None = None
-    ) -> None:
+    def __init__(self, of: Selector, query: Query, items: list[Selector] | None = None) -> None:
         self._of, self._query, self._items = of, query, items
+
+    @classmethod
+    def _with_items(cls, items: list[Selector]) -> SelectorList:
+        """Return a list whose query has already run."""
+        return cls(_NO_NODE, _NO_QUERY, items)
 
     def _all(self) -> list[Selector]:
         if self._items is None:
-            root = self._of.root  # type: ignore[union-attr]
-            found = self._query.found(root) if isinstance(root, Node) else []  # type: ignore[union-attr]
+            root = self._of.root
+            found = self._query.found(root) if isinstance(root, Node) else []
             self._items = [Selector(n) for n in found]
         return self._items
 
@@ -118,13 +121,13 @@ class SelectorList:
     def get(self, default: None = None) -> str | None: ...
     def get(self, default: str | None = None) -> str | None:
         if self._items is None:
-            value = self._of.first(self._query)  # type: ignore[union-attr, arg-type]
+            value = self._of.first(self._query)
             return default if value is None else value
         return self._items[0].get() if self._items else default
 
     def getall(self) -> list[str]:
-        if self._items is None and isinstance(root := self._of.root, Node):  # type: ignore[union-attr]
-            return self._query.all(root)  # type: ignore[union-attr]
+        if self._items is None and isinstance(root := self._of.root, Node):
+            return self._query.all(root)
         return [s.get() for s in self._all()]
 
     extract, extract_first = getall, get
@@ -134,11 +137,11 @@ class SelectorList:
         return next(iter(self._all()), None)
 
     def css(self, query: str) -> SelectorList:
-        return SelectorList(None, None, [found for s in self._all() for found in s.css(query)])
+        return self._with_items([found for s in self._all() for found in s.css(query)])
 
     def xpath(self, query: str, **variables: Any) -> SelectorList:
-        return SelectorList(
-            None, None, [found for s in self._all() for found in s.xpath(query, **variables)]
+        return self._with_items(
+            [found for s in self._all() for found in s.xpath(query, **variables)]
         )
 
     def re(self, regex: str | Pattern[str]) -> list[str]:
@@ -168,9 +171,7 @@ class SelectorList:
     def __getitem__(self, index: slice) -> SelectorList: ...
     def __getitem__(self, index: int | slice) -> Selector | SelectorList:
         return (
-            SelectorList(None, None, self._all()[index])
-            if isinstance(index, slice)
-            else self._all()[index]
+            self._with_items(self._all()[index]) if isinstance(index, slice) else self._all()[index]
         )
 
     def __bool__(self) -> bool:
@@ -178,6 +179,9 @@ class SelectorList:
 
     def __repr__(self) -> str:
         return repr(self._all())
+
+
+_NO_NODE, _NO_QUERY = Selector(""), queries.css("*")
 
 
 # -- documents -------------------------------------------------------------------------------------
@@ -378,8 +382,8 @@ def links_of(page: LinkingPage, links: str | Iterable[Any]) -> Iterator[str]:
 
 def _link_targets(found: SelectorList) -> Iterable[Any]:
     """Return the href or text of each match, without creating Selectors for hundreds of links."""
-    query, root = found._query, found._of.root if found._of is not None else None
-    if query is None or not isinstance(root, Node):
+    query, root = found._query, found._of.root
+    if found._items is not None or not isinstance(root, Node):
         return found
     return (
         query.all(root)

@@ -19,12 +19,11 @@ Shell = Annotated[
 
 
 @app.command
-def show(shell: Shell = None, /) -> int:
+def show(shell: Shell = None, /) -> None:
     """Print the completion script: `penstock completion show bash > FILE`."""
     from penstock.cli.main import build
 
     print(build().generate_completion(prog_name="penstock", shell=shell or _current()))
-    return 0
 
 
 @app.command
@@ -36,7 +35,7 @@ def install(
         Path | None,
         Parameter(name=["--output", "-o"], help="file to write (else where the shell looks)"),
     ] = None,
-) -> int:
+) -> None:
     """Write the script where the shell looks for it. Your start-up files are not changed."""
     from penstock.cli.main import build
 
@@ -50,7 +49,6 @@ def install(
         )
     else:
         say("completion works in the next shell you open")
-    return 0
 
 
 def _current() -> Literal["bash", "zsh", "fish"]:

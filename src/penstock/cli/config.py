@@ -40,7 +40,7 @@ def show(
     changed: Annotated[bool, Parameter(help="only options that are set")] = False,
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """Show every option and its value. Passwords are masked."""
     from penstock.config import files as config
 
@@ -64,19 +64,22 @@ def show(
             for r in rows
         ]
         print_json({"file": str(loaded.file) if loaded.file else None, "options": options})
-        return 0
-    made = table(
-        ("option", FIXED), ("value", FOLD), *([("origin", FIXED)] if origin else []), ("", FOLD)
+        return
+    columns = (
+        *(("option", FIXED), ("value", FOLD)),
+        *([("origin", FIXED)] if origin else []),
+        ("", FOLD),
     )
-    for r in rows:
-        cells: list[str | Text] = [
+    cells: list[tuple[str | Text, ...]] = [
+        (
             styled(r.path, "bold" if r.origin != "default" else ""),
             plain(r.value),
             *([styled(r.origin, "dim" if r.origin == "default" else "cyan")] if origin else []),
-        ]
-        made.add_row(*cells, styled(by_path[r.path].help, "dim"))
-    show_table(made)
-    return 0
+            styled(by_path[r.path].help, "dim"),
+        )
+        for r in rows
+    ]
+    show_table(table(*columns, rows=cells))
 
 
 @app.command
@@ -88,7 +91,7 @@ def check(
     *,
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """Read the configuration and the pipeline as `run` does, and open nothing.
 
     Exit code 3: an option, a file or the pipeline is wrong.
@@ -101,7 +104,7 @@ def check(
     }
     if chosen:
         from penstock.authoring.load import load
-        from penstock.runtime.process import check_sources, open_sinks
+        from penstock.runtime.sources_and_sinks import check_sources, open_sinks
 
         pipeline = load(chosen)
         open_sinks(pipeline, Path.cwd())
@@ -115,19 +118,15 @@ def check(
         }
     if json:
         print_json(found)
-        return 0
+        return
     say(
         f"{loaded.file.name}: good"
         if loaded.file
         else "no penstock.toml here: defaults, environment and command line are good"
     )
     if chosen:
-        extractors, sinks = (
-            plural(len(pipeline.extractors), "extractor"),
-            plural(len(pipeline.sinks), "sink"),
-        )
         say(
-            f"{chosen}: good: pipeline {pipeline.name}, {extractors}, {sinks}, "
-            f"{plural(len(pipeline.sources), 'source')}"
+            f"{chosen}: good: pipeline {pipeline.name}, "
+            f"{plural(len(pipeline.extractors), 'extractor')}, "
+            f"{plural(len(pipeline.sinks), 'sink')}, {plural(len(pipeline.sources), 'source')}"
         )
-    return 0

@@ -6,11 +6,21 @@ See `penstock.connect` for rendering and comparison.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
-from penstock.cli.options import DEFAULTS, Common, Json, confirmed
+from penstock.authoring.load import load
+from penstock.cli.options import (
+    DEFAULTS,
+    Common,
+    Json,
+    PipelineArgument,
+    Yes,
+    confirmed,
+    pipeline_file,
+    read_value,
+)
 from penstock.cli.output import (
     FIXED,
     FOLD,
@@ -21,22 +31,19 @@ from penstock.cli.output import (
     styled,
     table,
 )
+from penstock.connect.apply import apply as apply_plan
+from penstock.connect.apply import first_lines, state_of
+from penstock.connect.plan import Plan, Step, find_owned, make_plan, owned, owner
+from penstock.connect.render import declaration, document, render, template
+from penstock.connect.rest import Known, Status, Worker
 from penstock.errors import CONFIGURATION, DIFFERENCES, OK, RAN_WITH_FAILURES, UsageError
 from penstock.operate.figures import plural
-
-if TYPE_CHECKING:
-    from penstock.authoring.pipeline import Pipeline
-    from penstock.connect.plan import Plan, Step
-    from penstock.connect.rest import Known, Status, Worker
 
 app = App(
     name="connect",
     help="Kafka Connect: plan, apply and monitor the connectors of a pipeline.",
 )
 
-File = Annotated[
-    str | None, Parameter(help="a pipeline, .py or .toml (else `pipeline` of penstock.toml)")
-]
 Url = Annotated[
     str | None,
     Parameter(
@@ -51,7 +58,6 @@ Of = Annotated[
         help="only connectors of this pipeline, by name or file (else of all pipelines)",
     ),
 ]
-Yes = Annotated[bool, Parameter(name=["--yes", "-y"], help="do not ask for confirmation")]
 ACTIONS = {
     "create": ("+", "green"),
     "change": ("~", "yellow"),
@@ -76,7 +82,7 @@ def init(
     directory: Annotated[
         Path, Parameter(name=["--directory", "-C"], help="directory to write to (else ./connect)")
     ] = Path("connect"),
-) -> int:
+) -> None:
     """Write example options of a connector, and show its declaration in a pipeline.
 
     Existing files are not changed.
@@ -84,7 +90,6 @@ def init(
     import msgspec
 
     from penstock.connect.connectors import KINDS
-    from penstock.connect.render import declaration, document, template
 
     if kind not in KINDS:
         raise UsageError(f"there is no kind of connector {kind!r}", hint=", ".join(KINDS))
@@ -111,18 +116,22 @@ def init(
     say("")
     for line in declaration(chosen, toml=toml):
         say(f"  {line}")
-    return OK
 
 
 @app.command
 def plan(
-    file: File = None, /, *, url: Url = None, json: Json = False, common: Common = DEFAULTS
+    file: PipelineArgument = None,
+    /,
+    *,
+    url: Url = None,
+    json: Json = False,
+    common: Common = DEFAULTS,
 ) -> int:
     """Show the changes that `apply` would make, and check each connector. Sends nothing.
 
     Exit code 5 if a connector differs, 3 if a check failed.
     """
-    _, made, _ = _planned(common, file, url)
+    _, made = _planned(common, file, url)
     if json:
         print_json(
             {
@@ -140,7 +149,7 @@ def plan(
 
 @app.command
 def apply(
-    file: File = None,
+    file: PipelineArgument = None,
     /,
     *,
     prune: Annotated[
@@ -156,13 +165,9 @@ def apply(
     Exit code 1 if a connector does not run. Its trace is shown.
     """
     from penstock.config import units
-    from penstock.connect.apply import apply as apply_plan
 
-    try:
-        timeout = units.duration(wait)
-    except ValueError:
-        raise UsageError(f"--wait {wait!r} is not a duration", hint="30s, 2m") from None
-    worker, made, _ = _planned(common, file, url)
+    timeout = read_value("--wait", wait, units.durations())
+    worker, made = _planned(common, file, url)
     done = apply_plan(
         made, worker, prune=prune, timeout=timeout, report=(lambda text: None) if json else say
     )
@@ -206,8 +211,6 @@ def status(
 
     Exit code 1 if one has failed.
     """
-    from penstock.connect.apply import state_of
-    from penstock.connect.plan import owned, owner
 
     worker = _worker(common, url)
     known = worker.connectors()
@@ -246,12 +249,11 @@ def restart(
     url: Url = None,
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """Restart connectors with their tasks, or with --failed only the failed ones.
 
     Positions are kept.
     """
-    from penstock.connect.plan import find_owned, owned
 
     worker, of = _worker(common, url), _pipeline_name(pipeline)
     known = worker.connectors()
@@ -272,7 +274,6 @@ def restart(
             say(f"{each}: restarted, with {what}")
         if not chosen:
             say("no connector has failed" if failed else "no connector of a pipeline exists")
-    return OK
 
 
 @app.command
@@ -288,12 +289,11 @@ def delete(
     url: Url = None,
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """Delete connectors of pipelines from the Connect worker, after a confirmation.
 
     Topics, tables and replication slots stay. The slots are listed.
     """
-    from penstock.connect.plan import find_owned, owned
 
     if (name is None) != all:
         raise UsageError("no connector given", hint="penstock connect delete NAME, or --all")
@@ -302,7 +302,7 @@ def delete(
     chosen = {name: find_owned(known, name, of)} if name is not None else owned(known, of)
     if chosen and not confirmed(f"delete {', '.join(chosen)}", yes=yes):
         say("nothing deleted")
-        return OK
+        return
     for each in chosen:
         worker.delete(each)
     if json:
@@ -313,7 +313,7 @@ def delete(
                 "slots": [s for k in chosen.values() if (s := _slot(k))],
             }
         )
-        return OK
+        return
     for each, k in chosen.items():
         say(f"{each}: deleted")
         if slot := _slot(k):
@@ -326,42 +326,29 @@ def delete(
             )
     if not chosen:
         say("no connector of a pipeline exists")
-    return OK
 
 
 # -- helpers ---------------------------------------------------------------------------------------
 
 
 def _worker(common: Common, url: str | None) -> Worker:
-    from penstock.connect.rest import Worker
 
     return Worker(url or common.load().config.connect.url)
 
 
-def _planned(common: Common, file: str | None, url: str | None) -> tuple[Worker, Plan, Pipeline]:
-    from penstock.authoring.load import load
-    from penstock.connect.plan import make_plan
-    from penstock.connect.render import render
-    from penstock.connect.rest import Worker
+def _planned(common: Common, file: str | None, url: str | None) -> tuple[Worker, Plan]:
 
     config = common.load().config
-    chosen = file or config.pipeline
-    if not chosen:
-        raise UsageError(
-            "no pipeline given",
-            hint='penstock connect plan FILE, or set pipeline = "shop.py" in penstock.toml',
-        )
-    pipeline = load(chosen)
+    pipeline = load(pipeline_file(config, file, "penstock connect plan FILE"))
     connectors = render(pipeline)
     worker = Worker(url or config.connect.url)
-    return worker, make_plan(pipeline.name, connectors, worker), pipeline
+    return worker, make_plan(pipeline.name, connectors, worker)
 
 
 def _pipeline_name(given: str | None) -> str | None:
     """Return the name of a pipeline that is given by name or file."""
     if given is None or not given.endswith((".py", ".toml")):
         return given
-    from penstock.authoring.load import load
 
     return load(given).name
 
@@ -409,7 +396,6 @@ def _sum(made: Plan) -> str:
 
 
 def _show_status(name: str, status: Status) -> None:
-    from penstock.connect.apply import first_lines
 
     made = table((plain(name), FIXED), ("state", FIXED), ("worker", FOLD))
     states: list[tuple[str, Any]] = [

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import math
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from cyclopts import App, Parameter
 
-from penstock.cli import find
+from penstock.cli.dlq_selection import (
+    NO_FILTERS,
+    Filters,
+    checked_filter,
+    choose,
+    letter_for,
+    process,
+)
 from penstock.cli.options import (
     DEFAULTS,
     WITH_OUTPUT,
     Common,
     CommonWithOutput,
     Json,
+    Yes,
     ask,
     confirmed,
+    read_value,
 )
 from penstock.cli.output import (
     FIXED,
@@ -32,6 +39,7 @@ from penstock.cli.output import (
     console,
     plain,
     print_json,
+    report,
     say,
     styled,
     table,
@@ -44,30 +52,35 @@ from penstock.config import units
 from penstock.errors import BadEnvelope, UsageError
 from penstock.model import Event, Priority, decode_event
 from penstock.operate.figures import count, iso, lasting, moment, plural, short
-from penstock.ports.reports import EventRow, Filter, Letter, Step
+from penstock.ports.reports import Cause, EventRow, Filter, Letter, Step
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from penstock.ports import Transaction
-    from penstock.runtime.stores import Stores
 
 app = App(name="dlq", help="dead letters: list, show, retry, drop, export")
-BATCH = 500
 SECRET = ("authorization", "cookie", "token", "secret", "password", "api-key", "apikey")
 
-Reason = Annotated[str | None, Parameter(help="only where the reason contains this text")]
-Host = Annotated[str | None, Parameter(help="only of this host")]
-Class = Annotated[
-    str | None,
-    Parameter(
-        name="--class",
-        help="only of this class: throttled, transient, blocked, permanent, poison, ours",
-    ),
-]
-Stage = Annotated[str | None, Parameter(help="only from this stage: intake, fetch, extract, sink")]
-Fingerprint = Annotated[
-    str | None, Parameter(help="only of this cause in `dlq ls` (or a prefix of it)")
-]
-Yes = Annotated[bool, Parameter(name=["--yes", "-y"], help="do not ask for confirmation")]
+_GROUP_COLUMNS = (
+    ("count", RIGHT),
+    ("cause", FIXED),
+    "stage",
+    "class",
+    ("last", RIGHT),
+    ("newest", FIXED),
+    ("url", FOLD),
+    ("reason", FOLD),
+)
+_LETTER_COLUMNS = (
+    ("event", FIXED),
+    ("dead since", FIXED),
+    ("cause", FIXED),
+    "stage",
+    "class",
+    ("url", FOLD),
+    ("reason", FOLD),
+)
 
 
 @app.command
@@ -76,19 +89,13 @@ def ls(
     all: Annotated[
         bool, Parameter(name="--all", help="list single dead letters, newest first, not causes")
     ] = False,
-    reason: Reason = None,
-    host: Host = None,
-    class_: Class = None,
-    stage: Stage = None,
-    fingerprint: Fingerprint = None,
+    filters: Filters = NO_FILTERS,
     limit: Annotated[int, Parameter(name=["--limit", "-n"], help="at most this many (50)")] = 50,
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """List causes of dead letters, the largest first, each with its newest dead letter."""
-    which = Filter(
-        reason=reason, host=host, error_class=class_, stage=stage, fingerprint=fingerprint
-    )
+    which = filters.filter()
     now = time.time()
     if all:
         found, total = common.read(
@@ -97,73 +104,20 @@ def ls(
                 tx.reports.letter_count(which),
             )
         )
-        if json:
-            print_json({"total": total, "letters": [_summary(letter) for letter in found]})
-            return 0
-        made = table(
-            ("event", FIXED),
-            ("dead since", FIXED),
-            ("cause", FIXED),
-            "stage",
-            "class",
-            ("url", FOLD),
-            ("reason", FOLD),
-        )
-        for x in found:
-            made.add_row(
-                short(x.event),
-                moment(x.at, now),
-                short(x.fingerprint),
-                plain(x.stage),
-                plain(x.error_class),
-                plain(x.url),
-                plain(x.reason),
-            )
+        document = {"total": total, "letters": [_summary(letter) for letter in found]}
+        made = table(*_LETTER_COLUMNS, rows=[_letter_cells(letter, now) for letter in found])
     else:
         causes, total = common.read(
             lambda stores, tx: tx.reports.letter_groups(which, max(1, limit))
         )
-        if json:
-            groups = [
-                {
-                    "fingerprint": c.fingerprint,
-                    "count": c.letters,
-                    "stage": c.stage,
-                    "class": c.error_class,
-                    "reason": c.reason,
-                    "first_at": iso(c.first),
-                    "newest_at": iso(c.newest),
-                    "newest": {"event_id": c.event_id, "url": c.url},
-                }
-                for c in causes
-            ]
-            print_json({"total": total, "groups": groups})
-            return 0
-        made = table(
-            ("count", RIGHT),
-            ("cause", FIXED),
-            "stage",
-            "class",
-            ("last", RIGHT),
-            ("newest", FIXED),
-            ("url", FOLD),
-            ("reason", FOLD),
-        )
-        for c in causes:
-            ago = lasting(max(0.0, now - c.newest)) + " ago"
-            made.add_row(
-                styled(count(c.letters), "bold red"),
-                c.fingerprint,
-                plain(c.stage),
-                plain(c.error_class),
-                ago,
-                short(c.event_id),
-                plain(c.url),
-                plain(c.reason),
-            )
+        document = {"total": total, "groups": [_group(cause) for cause in causes]}
+        made = table(*_GROUP_COLUMNS, rows=[_group_cells(cause, now) for cause in causes])
+    if json:
+        print_json(document)
+        return
     if not total:
         say("no dead letters" + (" match the filters" if which != Filter() else ""))
-        return 0
+        return
     show_table(made)
     say(
         styled(
@@ -172,7 +126,6 @@ def ls(
             "dim",
         )
     )
-    return 0
 
 
 @app.command
@@ -182,24 +135,22 @@ def show(
     *,
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """Show one dead letter in full: reason, traceback, attempts, headers and the queued event."""
 
     with common.stores() as stores:
 
         def question(tx: Transaction) -> tuple[Letter, EventRow | None, list[Step]]:
-            letter = _letter(stores, tx, id)
+            letter = letter_for(stores, tx, id)
             row = tx.reports.event(letter.event)
             return letter, row, tx.reports.history(row.n) if row else []
 
         letter, row, steps = ask(stores, question)
     if json:
         print_json(_document(letter, row, steps))
-        return 0
+        return
     event = _event(letter)
-    facts = table(("", {"style": "dim", "no_wrap": True}), ("", FOLD))
-    facts.show_header = False
-    for name, value in (
+    facts = (
         ("reason", styled(letter.reason, "bold red")),
         ("class", f"{letter.error_class}, at {letter.stage}"),
         ("url", plain(letter.url)),
@@ -212,10 +163,12 @@ def show(
         ("http", str(row.response_status) if row and row.response_status else ""),
         ("page", f"penstock pages show {short(row.page)}" if row and row.page else ""),
         ("headers", "\n".join(f"{k}: {v}" for k, v in _headers(letter).items())),
-    ):
-        if value:
-            facts.add_row(name, plain(value) if isinstance(value, str) else value)
-    show_table(facts)
+    )
+    rows = [
+        (name, plain(value) if isinstance(value, str) else value) for name, value in facts if value
+    ]
+    columns = (("", {"style": "dim", "no_wrap": True}), ("", FOLD))
+    show_table(table(*columns, rows=rows, header=False))
     say(styled("\nattempts", "dim"))
     for s in steps:
         line = " · ".join(p for p in (s.stage, s.error_class, s.reason) if p)
@@ -239,18 +192,13 @@ def show(
         "then read it again with `penstock sources reset NAME --to …`"
     )
     say(styled("\n" + (reread if letter.stage == "source" else redrive), "dim"))
-    return 0
 
 
 @app.command
 def retry(
     *ids: Annotated[str, Parameter(help="event ids or unique prefixes")],
     all: Annotated[bool, Parameter(name="--all", help="every dead letter")] = False,
-    reason: Reason = None,
-    host: Host = None,
-    class_: Class = None,
-    stage: Stage = None,
-    fingerprint: Fingerprint = None,
+    filters: Filters = NO_FILTERS,
     rate: Annotated[
         str, Parameter(help="how fast, e.g. 5/s or 100/m (else without a limit)")
     ] = "unlimited",
@@ -262,22 +210,15 @@ def retry(
     dry_run: Annotated[bool, Parameter(help="only show how many would be retried")] = False,
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """Redrive dead letters with a new budget.
 
     Each event is queued and its dead letter removed in one transaction.
     """
-    which = _which(
-        ids,
-        all,
-        Filter(reason=reason, host=host, error_class=class_, stage=stage, fingerprint=fingerprint),
-        "retry",
-    )
+    which = checked_filter(ids, all, filters, "retry")
+    pace = read_value("--rate", rate, units.RATE)
     try:
-        pace = units.rate(rate)
         rank = None if priority is None else Priority.named(priority)
-    except ValueError:
-        raise UsageError(f"--rate {rate!r} is not a rate", hint="5/s, 100/m or unlimited") from None
     except KeyError:
         raise UsageError(
             f"--priority {priority!r} is unknown", hint="high, normal or low"
@@ -293,200 +234,77 @@ def retry(
         return event if rank is None else msgspec.structs.replace(event, priority=rank)
 
     with common.stores(create=not dry_run) as stores:
-        chosen, total = _choose(stores, ids, which)
+        chosen, total = choose(stores, ids, which)
         if dry_run:
-            _print_result(
-                json,
-                {"would_retry": total, "retried": 0, "skipped": 0},
-                f"would retry {plural(total, 'dead letter')}",
-            )
-            return 0
+            sentence = f"would retry {plural(total, 'dead letter')}"
+            report({"would_retry": total, "retried": 0, "skipped": 0}, sentence, json=json)
+            return
         done = stores.perform(
-            lambda: _process(
+            lambda: process(
                 chosen,
                 total,
-                pace,
                 lambda batch: stores.dead_letters.redrive(batch, change),
                 "retrying",
+                rate=pace,
             )
         )
-    skipped = total - done
-    more = f", {plural(skipped, 'dead letter')} skipped (no readable event)" if skipped > 0 else ""
-    _print_result(
-        json,
-        {"would_retry": total, "retried": done, "skipped": max(0, skipped)},
+    skipped = max(0, total - done)
+    more = f", {plural(skipped, 'dead letter')} skipped (no readable event)" if skipped else ""
+    report(
+        {"would_retry": total, "retried": done, "skipped": skipped},
         f"retried {plural(done, 'dead letter')}{more}",
+        json=json,
     )
-    return 0
 
 
 @app.command
 def drop(
     *ids: Annotated[str, Parameter(help="event ids or unique prefixes")],
     all: Annotated[bool, Parameter(name="--all", help="every dead letter")] = False,
-    reason: Reason = None,
-    host: Host = None,
-    class_: Class = None,
-    stage: Stage = None,
-    fingerprint: Fingerprint = None,
+    filters: Filters = NO_FILTERS,
     yes: Yes = False,
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """Delete dead letters permanently, after a confirmation.
 
     Their events stay dead in the ledger.
     """
-    which = _which(
-        ids,
-        all,
-        Filter(reason=reason, host=host, error_class=class_, stage=stage, fingerprint=fingerprint),
-        "drop",
-    )
+    which = checked_filter(ids, all, filters, "drop")
     with common.stores(create=True) as stores:
-        chosen, total = _choose(stores, ids, which)
+        chosen, total = choose(stores, ids, which)
         if total and not confirmed(
             f"delete {plural(total, 'dead letter')} permanently",
             yes=yes,
             hint=" (`penstock dlq export` keeps a copy)",
         ):
             say("nothing dropped")
-            return 0
-        done = asyncio.run(_process(chosen, total, math.inf, stores.dead_letters.drop, "dropping"))
-    _print_result(json, {"dropped": done}, f"dropped {plural(done, 'dead letter')}")
-    return 0
+            return
+        done = asyncio.run(process(chosen, total, stores.dead_letters.drop, "dropping"))
+    report({"dropped": done}, f"dropped {plural(done, 'dead letter')}", json=json)
 
 
 @app.command
 def export(
     *ids: Annotated[str, Parameter(help="event ids or unique prefixes (else all)")],
-    reason: Reason = None,
-    host: Host = None,
-    class_: Class = None,
-    stage: Stage = None,
-    fingerprint: Fingerprint = None,
+    filters: Filters = NO_FILTERS,
     output: Annotated[
         str | None, Parameter(name=["--output", "-o"], help="a file (else stdout)")
     ] = None,
     common: CommonWithOutput = WITH_OUTPUT,
-) -> int:
+) -> None:
     """Export dead letters as JSON lines, with the queued bytes in base64."""
-    which = Filter(
-        reason=reason, host=host, error_class=class_, stage=stage, fingerprint=fingerprint
-    )
+    which = filters.filter()
     written = 0
     with common.stores() as stores:
-        chosen, _ = _choose(stores, ids, which)
+        chosen, _ = choose(stores, ids, which)
         with nullcontext(sys.stdout.buffer) if output is None else open(output, "wb") as out:
             for batch in chosen:
-                for id_ in batch:
-                    line = ask(stores, lambda tx, id_=id_: _full(stores, tx, id_))  # type: ignore[misc]
-                    if line is not None:
-                        out.write(msgspec.json.encode(line) + b"\n")
-                        written += 1
+                for line in filter(None, (ask(stores, partial(_full, id_)) for id_ in batch)):
+                    out.write(msgspec.json.encode(line) + b"\n")
+                    written += 1
     if output is not None:
         console(stderr=True).print(f"{plural(written, 'dead letter')} in {plain(output)}")
-    return 0
-
-
-# -- selection -------------------------------------------------------------------------------------
-
-
-def _which(ids: tuple[str, ...], all: bool, which: Filter, verb: str) -> Filter:
-    ways = bool(ids) + all + (which != Filter())
-    if ways == 0:
-        raise UsageError(
-            f"no dead letters selected to {verb}",
-            hint=f"penstock dlq {verb} ID, or --fingerprint, --reason, --host, --class, --stage, "
-            "or --all",
-        )
-    if ids and ways > 1:
-        raise UsageError("ids and filters cannot be combined", hint="use ids or filters")
-    return which
-
-
-def _letter(stores: Stores, tx: Transaction, text: str) -> Letter:
-    if find.is_url(text):
-        for row in tx.reports.of_url(find.key_of(stores, text), 100):
-            if row.status == "dead" and (found := tx.reports.letter(row.id)):
-                return found
-        raise find.NotFound(
-            f"no dead letter for {text}",
-            hint="`penstock trace URL`, or `penstock dlq ls` for all dead letters",
-        )
-    found = tx.reports.letter(
-        find.one(
-            tx.reports.letters_like(text, find.MAX_LISTED),
-            text,
-            "dead letter",
-            "penstock dlq ls lists them",
-        ),
-    )
-    assert found is not None
-    return found
-
-
-def _letters_after(which: Filter, after: int, last: int, tx: Transaction) -> list[Letter]:
-    return tx.reports.letters(which, after=after, upto=last, limit=BATCH)
-
-
-def _choose(stores: Stores, ids: tuple[str, ...], which: Filter) -> tuple[Iterator[list[str]], int]:
-    """Return batches of event ids, and their number.
-
-    Dead letters that are inserted later are not included.
-    """
-    if ids:
-        named = list(
-            dict.fromkeys(ask(stores, lambda tx: [_letter(stores, tx, text).event for text in ids]))
-        )
-        return iter([named]), len(named)
-    last, total = ask(stores, lambda tx: (tx.reports.last_letter(), tx.reports.letter_count(which)))
-
-    def batches() -> Iterator[list[str]]:
-        after = 0
-        while True:
-            found = ask(stores, partial(_letters_after, which, after, last))
-            if not found:
-                return
-            after = found[-1].n
-            yield [letter.event for letter in found]
-
-    return batches(), total
-
-
-async def _process(
-    chosen: Iterator[list[str]],
-    total: int,
-    rate: float,
-    work: Callable[[list[str]], Any],
-    verb: str,
-) -> int:
-    """Process at most `rate` events a second, in small steps. Show progress on a terminal."""
-    done, started, sent = 0, time.monotonic(), 0
-    with _progress(total, verb) as advance:
-        for batch in chosen:
-            step = len(batch) if math.isinf(rate) else max(1, int(rate / 4))
-            for i in range(0, len(batch), step):
-                part = batch[i : i + step]
-                if not math.isinf(rate):
-                    await asyncio.sleep(max(0.0, started + sent / rate - time.monotonic()))
-                done += await work(part)
-                sent += len(part)
-                advance(len(part))
-    return done
-
-
-def _progress(total: int, verb: str) -> AbstractContextManager[Callable[[int], None]]:
-    from penstock.cli.progress import bar
-
-    return bar(verb, total)
-
-
-def _print_result(json: bool, document: dict[str, Any], sentence: str) -> None:
-    if json:
-        print_json(document)
-    else:
-        say(sentence)
 
 
 # -- output ----------------------------------------------------------------------------------------
@@ -504,6 +322,41 @@ def _headers(letter: Letter) -> dict[str, str]:
         return _masked(msgspec.json.decode(letter.headers or "{}", type=dict[str, str]))
     except msgspec.MsgspecError:
         return {}
+
+
+def _letter_cells(x: Letter, now: float) -> list[str]:
+    return [
+        short(x.event),
+        moment(x.at, now),
+        short(x.fingerprint),
+        *map(plain, (x.stage, x.error_class, x.url, x.reason)),
+    ]
+
+
+def _group(c: Cause) -> dict[str, Any]:
+    return {
+        "fingerprint": c.fingerprint,
+        "count": c.letters,
+        "stage": c.stage,
+        "class": c.error_class,
+        "reason": c.reason,
+        "first_at": iso(c.first),
+        "newest_at": iso(c.newest),
+        "newest": {"event_id": c.event_id, "url": c.url},
+    }
+
+
+def _group_cells(c: Cause, now: float) -> list[str | Text]:
+    return [
+        styled(count(c.letters), "bold red"),
+        c.fingerprint,
+        plain(c.stage),
+        plain(c.error_class),
+        lasting(max(0.0, now - c.newest)) + " ago",
+        short(c.event_id),
+        plain(c.url),
+        plain(c.reason),
+    ]
 
 
 def _masked(headers: dict[str, str]) -> dict[str, str]:
@@ -553,7 +406,7 @@ def _document(x: Letter, row: EventRow | None, steps: list[Step]) -> dict[str, A
     }
 
 
-def _full(stores: Stores, tx: Transaction, id_: str) -> dict[str, Any] | None:
+def _full(id_: str, tx: Transaction) -> dict[str, Any] | None:
     letter = tx.reports.letter(id_)
     if letter is None:
         return None

@@ -35,7 +35,8 @@ def doctor(
     Exit code 0: no check failed. 4: the store cannot be opened. 5: differences were found.
     """
     from penstock.operate import doctor as checks
-    from penstock.runtime.process import open_sandbox, open_sinks
+    from penstock.runtime.process import open_sandbox
+    from penstock.runtime.sources_and_sinks import open_sinks
     from penstock.runtime.stores import store_facts
 
     loaded = common.load()

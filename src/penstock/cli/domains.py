@@ -13,26 +13,27 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
-from penstock.cli.options import DEFAULTS, Common, Json, ask
+from penstock.cli.options import DEFAULTS, Common, Json, ask, read_value
 from penstock.cli.output import (
     FIXED,
     FOLD,
     RIGHT,
-    console,
     plain,
     print_json,
+    report_pause,
     say,
     show,
     styled,
     table,
 )
-from penstock.errors import OK, ConfigError, UsageError
+from penstock.config import units
+from penstock.errors import ConfigError, UsageError
 from penstock.operate.figures import count, iso, lasting, moment, plural, size
+from penstock.operate.hosts import Domain, Domains, host_of
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from penstock.operate.hosts import Domain, Domains
     from penstock.ports import Exempt
 
 app = App(name="domains", help="hosts: their limits, pauses, robots.txt and exceptions")
@@ -46,7 +47,7 @@ def ls(
     limit: Annotated[int, Parameter(help="hosts listed")] = 50,
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """List hosts by queue length. Held or slowed hosts, and hosts with own rules, come first."""
     with _open(common, create=False) as (domains, stores):
         found, everywhere = ask(
@@ -60,13 +61,13 @@ def ls(
                 "exceptions": [_exception(e) for e in everywhere],
             }
         )
-        return OK
+        return
     for e in everywhere:
         say(styled("all hosts: ", "yellow"), f"{e.reason} (since {moment(e.at, now)}, {e.who})")
     if not found:
         say("no host is known yet")
-        return OK
-    made = table(
+        return
+    columns = (
         ("host", FOLD),
         ("queued", RIGHT),
         ("rate", RIGHT),
@@ -77,28 +78,13 @@ def ls(
         ("robots.txt", FIXED),
         ("why", FOLD),
     )
-    for d in found:
-        ignored = _ignored(d)
-        own = "bold" if d.state.rate is not None else ""
-        made.add_row(
-            styled(d.host, "bold"),
-            count(d.queued),
-            styled(_rate(d), own),
-            styled(str(d.concurrency), "bold" if d.state.concurrency is not None else ""),
-            _state_text(d, now),
-            str(d.state.last_status or ""),
-            count(d.state.throttles) if d.state.throttles else "",
-            styled("ignored", "yellow") if ignored else _robots_state(d, now),
-            plain(f"{ignored.reason} ({ignored.who})") if ignored else "",
-        )
-    show(made)
-    return OK
+    show(table(*columns, rows=[_row(d, now) for d in found]))
 
 
 @app.command(name="show")
-def show_one(host: Host, /, *, json: Json = False, common: Common = DEFAULTS) -> int:
+def show_one(host: Host, /, *, json: Json = False, common: Common = DEFAULTS) -> None:
     """Show the stored state of one host."""
-    return _report(common, host, json=json, create=False)
+    _report(common, host, json=json, create=False)
 
 
 @app.command
@@ -120,7 +106,7 @@ def limit(
     ] = None,
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """Set the limits of a host, for every worker from now on.
 
     A longer interval that the host itself requests still applies.
@@ -141,7 +127,7 @@ def limit(
             burst=burst if burst is not None or reset else was.burst,
             concurrency=concurrency if concurrency is not None or reset else was.concurrency,
         )
-    return _report(common, host, json=json)
+    _report(common, host, json=json)
 
 
 @app.command
@@ -154,40 +140,34 @@ def pause(
     ] = None,
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """Stop requests to a host from all workers. Requests in flight finish, queued events wait."""
-    from penstock.config import units
-
-    key, seconds = _key(host, common), None
-    if for_ is not None:
-        try:
-            seconds = float(units.durations(0.001).read(for_))
-        except ValueError:
-            raise UsageError(
-                f"--for {for_!r} is not a duration", hint="--for 10m, 1h or 2d"
-            ) from None
+    key = _key(host, common)
+    seconds = None if for_ is None else read_value("--for", for_, units.durations(0.001))
     with _open(common, create=True) as (domains, _):
         until = domains.pause(key, seconds)
     if json:
-        return _report(common, host, json=True)
-    end = "it is resumed" if until == math.inf else moment(until)
-    say(f"{key} is paused until {end} (`penstock domains resume {key}` resumes it)")
-    return OK
+        _report(common, host, json=True)
+    else:
+        end = "" if until == math.inf else f" until {moment(until)}"
+        report_pause("domains", key, until=end, paused=True)
 
 
 @app.command
-def resume(host: Host, /, *, json: Json = False, common: Common = DEFAULTS) -> int:
+def resume(host: Host, /, *, json: Json = False, common: Common = DEFAULTS) -> None:
     """Resume a paused host. A wait that the host itself requested (Retry-After) is kept."""
     key = _key(host, common)
     with _open(common, create=True) as (domains, stores):
         freed = domains.resume(key)
         held = ask(stores, lambda tx: domains.one_in(tx, key)).state.blocked_until
     if json:
-        return _report(common, host, json=True)
-    say(f"{key} is resumed" + (f", {plural(freed, 'delayed event')} released" if freed else ""))
+        _report(common, host, json=True)
+        return
+    report_pause("domains", key, paused=False)
+    if freed:
+        say(f"{plural(freed, 'delayed event')} released")
     if held > time.time():
-        say(f"the host is still blocked by its own Retry-After until {moment(held)}")
-    return OK
+        say(f"{key} is still blocked until {moment(held)}: it sent Retry-After")
 
 
 @app.command
@@ -204,7 +184,7 @@ def robots(
     ] = "",
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """Show a host's robots.txt and whether it is obeyed, or change that."""
     key = _key(host, common)
     if what == "ignore" and not reason.strip():
@@ -220,12 +200,12 @@ def robots(
     if what is not None:
         with _open(common, create=True) as (domains, _):
             if what == "ignore":
-                from penstock.runtime.process import operator
+                from penstock.runtime.fetching import operator
 
                 domains.ignore_robots(key, " ".join(reason.split()), operator())
             else:
                 domains.obey_robots(key)
-    return _report(common, host, json=json, create=what is not None)
+    _report(common, host, json=json, create=what is not None)
 
 
 # -- one host --------------------------------------------------------------------------------------
@@ -233,7 +213,6 @@ def robots(
 
 @contextlib.contextmanager
 def _open(common: Common, *, create: bool) -> Iterator[tuple[Domains, Any]]:
-    from penstock.operate.hosts import Domains
     from penstock.rules.robots import product_token
 
     config = common.load().config
@@ -243,7 +222,6 @@ def _open(common: Common, *, create: bool) -> Iterator[tuple[Domains, Any]]:
 
 
 def _key(host: str, common: Common) -> str:
-    from penstock.operate.hosts import host_of
     from penstock.rules.identity import BadUrl
 
     try:
@@ -265,24 +243,35 @@ def _parse_rate(text: str) -> float:
     return math.inf if found is None else found
 
 
-def _report(common: Common, host: str, *, json: bool, create: bool = True) -> int:
+def _report(common: Common, host: str, *, json: bool, create: bool = True) -> None:
     key = _key(host, common)
     with _open(common, create=create) as (domains, stores):
         d = ask(stores, lambda tx: domains.one_in(tx, key))
     if json:
         print_json(_document(d))
-        return OK
+        return
     now = time.time()
     say(
         styled(d.host, "bold"),
         "" if d.known else ": no state is stored yet, so the default limits apply",
     )
-    made = table(("", FIXED), ("", FOLD))
-    made.show_header = False
-    for name, text in _lines(d, now):
-        made.add_row(styled(name, "dim"), text)
-    console().print(made)
-    return OK
+    rows = [(styled(name, "dim"), text) for name, text in _lines(d, now)]
+    show(table(("", FIXED), ("", FOLD), rows=rows, header=False))
+
+
+def _row(d: Domain, now: float) -> list[Text | str]:
+    ignored = next((e for e in d.exceptions if e.kind == "robots" and e.ended is None), None)
+    return [
+        styled(d.host, "bold"),
+        count(d.queued),
+        styled(_rate(d), "bold" if d.state.rate is not None else ""),
+        styled(str(d.concurrency), "bold" if d.state.concurrency is not None else ""),
+        _state_text(d, now),
+        str(d.state.last_status or ""),
+        count(d.state.throttles) if d.state.throttles else "",
+        styled("ignored", "yellow") if ignored else _robots_state(d, now),
+        plain(f"{ignored.reason} ({ignored.who})") if ignored else "",
+    ]
 
 
 def _lines(d: Domain, now: float) -> Iterator[tuple[str, Text | str]]:
@@ -333,10 +322,6 @@ def _lines(d: Domain, now: float) -> Iterator[tuple[str, Text | str]]:
                 "yellow" if e.ended is None else "dim",
             ),
         )
-
-
-def _ignored(d: Domain) -> Exempt | None:
-    return next((e for e in d.exceptions if e.kind == "robots" and e.ended is None), None)
 
 
 def _state_text(d: Domain, now: float) -> Text:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
@@ -24,10 +24,24 @@ from penstock.cli.output import (
 from penstock.cli.trace import row_document
 from penstock.errors import UsageError
 from penstock.operate.figures import lasting, moment, short
-from penstock.ports.reports import SCAN
+from penstock.ports.reports import SCAN, EventRow
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 app = App(name="events", help="list events")
 STATUSES = ("pending", "in_flight", "delayed", "writing", "success", "duplicate", "dead")
+
+COLUMNS = (
+    ("event", FIXED),
+    "status",
+    ("accepted", FIXED),
+    ("took", RIGHT),
+    ("http", RIGHT),
+    ("tries", RIGHT),
+    ("url", FOLD),
+    ("reason", FOLD),
+)
 
 
 @app.command
@@ -43,7 +57,7 @@ def ls(
     ] = False,
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """List events, newest first. With `--status delayed`: the next due first."""
     if status is not None and status not in STATUSES:
         raise UsageError(f"there is no status {status!r}", hint=", ".join(STATUSES))
@@ -64,41 +78,31 @@ def ls(
         print_json(
             {"events": [row_document(row) for row in listing.events], "complete": listing.complete}
         )
-        return 0
-    now = time.time()
-    made = table(
-        ("event", FIXED),
-        "status",
-        ("accepted", FIXED),
-        ("took", RIGHT),
-        ("http", RIGHT),
-        ("tries", RIGHT),
-        ("url", FOLD),
-        ("reason", FOLD),
-    )
-    for row in listing.events:
-        took = (
-            lasting(row.finished_at - row.accepted_at)
-            if row.finished_at
-            else f"in {lasting(max(0.0, row.not_before - now))}"
-            if row.status == "delayed" and row.not_before
-            else ""
-        )
-        reason = f"of {short(row.duplicate_of)}" if row.duplicate_of else row.reason or ""
-        made.add_row(
-            short(row.id),
-            status_text(row.status),
-            moment(row.accepted_at, now),
-            took,
-            str(row.response_status or ""),
-            str(row.starts or ""),
-            plain(row.url),
-            plain(reason),
-        )
+        return
     if listing.events:
-        show(made)
+        now = time.time()
+        show(table(*COLUMNS, rows=[_cells(row, now) for row in listing.events]))
     else:
         say("no such events" if status or host or source or url else "no events yet")
     if not listing.complete:
         say(styled(f"searched the newest {SCAN:,} events (--all searches every one)", "dim"))
-    return 0
+
+
+def _cells(row: EventRow, now: float) -> list[str | Text]:
+    took = (
+        lasting(row.finished_at - row.accepted_at)
+        if row.finished_at
+        else f"in {lasting(max(0.0, row.not_before - now))}"
+        if row.status == "delayed" and row.not_before
+        else ""
+    )
+    return [
+        short(row.id),
+        status_text(row.status),
+        moment(row.accepted_at, now),
+        took,
+        str(row.response_status or ""),
+        str(row.starts or ""),
+        plain(row.url),
+        plain(f"of {short(row.duplicate_of)}" if row.duplicate_of else row.reason or ""),
+    ]

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 from cyclopts import Parameter
 
-from penstock.cli.options import WITH_OUTPUT, CommonWithOutput, Json
+from penstock.cli.fetch_recorder import FetchRecorder, PaceRecorder, guard_verdict
+from penstock.cli.options import (
+    WITH_OUTPUT,
+    CommonWithOutput,
+    Json,
+    check_pool,
+    read_value,
+)
 from penstock.cli.output import (
     FIXED,
     FOLD,
@@ -27,16 +34,26 @@ from penstock.cli.output import (
     table,
 )
 from penstock.errors import OK, RAN_WITH_FAILURES, UsageError
+from penstock.model import Ask, ErrorClass, Event, Failure, Route
 from penstock.operate.figures import lasting, plural, size
+from penstock.rules.identity import BadUrl, canonical_url, host_key, origin
+from penstock.rules.robots import Robots, product_token
 
 if TYPE_CHECKING:
     from penstock.config.schema import Config
-    from penstock.model import Event, Failure
     from penstock.ports import Response
-    from penstock.rules.robots import Robots
     from penstock.runtime.stores import Politeness
 
 _SECRET = re.compile(r"(?i)cookie|auth|token|secret|session|csrf|xsrf|api-?key|signature|password")
+_COLUMNS = (
+    ("for", FIXED),
+    ("status", RIGHT),
+    ("peer", FIXED),
+    ("connect", RIGHT),
+    ("first byte", RIGHT),
+    ("total", RIGHT),
+    ("url", FOLD),
+)
 _TEXT = re.compile(r"(?i)text/|html|xml|json|javascript")
 
 
@@ -71,24 +88,13 @@ def fetch(
 
     from penstock.config import units
     from penstock.intake.accept import new_id
-    from penstock.model import Ask, Route
     from penstock.rules.events import event_of
-    from penstock.rules.identity import BadUrl
 
     if ignore_robots is not None and not ignore_robots.strip():
         raise UsageError("an exception needs a reason", hint='--ignore-robots "our own shop"')
-    try:
-        max_wait = float(units.durations(0, 86400).read(wait))
-    except ValueError:
-        raise UsageError(f"--wait {wait!r} is not a duration", hint="--wait 10s") from None
+    max_wait = read_value("--wait", wait, units.durations(0, 86400))
     config = common.load().config
-    if pool is not None and pool not in config.proxies:
-        raise UsageError(
-            f"there is no proxy pool {pool!r}",
-            hint=f"pools: {', '.join(config.proxies)}"
-            if config.proxies
-            else "add a pool with [proxies.NAME] in penstock.toml",
-        )
+    check_pool(config, pool)
     try:
         event = event_of(
             url,
@@ -105,10 +111,8 @@ def fetch(
         ) from None
     if head:
         event = msgspec.structs.replace(event, ask=Ask(method="HEAD"))
-    seen = asyncio.run(
-        _run(config, event, max_wait, " ".join(ignore_robots.split()) if ignore_robots else "")
-    )
-    saved = output if output is not None and seen.last is not None else None
+    seen = asyncio.run(_run(config, event, max_wait, " ".join((ignore_robots or "").split())))
+    saved = output if seen.last is not None else None
     if saved is not None and seen.last is not None:
         Path(saved).write_bytes(seen.last.body)
     document = seen.document(saved)
@@ -119,186 +123,19 @@ def fetch(
     return OK if seen.failure is None else RAN_WITH_FAILURES
 
 
-# -- recording of the steps ------------------------------------------------------------------------
-
-
-class _Pace:
-    """Wrapper of the store's slots and robots cache.
-
-    It records the waits, and where each robots.txt came from.
-    """
-
-    def __init__(self, claims: Any, clock: Any) -> None:
-        self._claims, self._clock = claims, clock
-        self.waits: list[tuple[str, float]] = []  # (host, seconds)
-        self.sources: dict[str, str] = {}  # origin -> "cache" or "site"
-        self.loading = False  # True while robots.txt and its redirects are fetched
-        self.report, self.crawl_delay, self.blocked_until = (
-            claims.report,
-            claims.crawl_delay,
-            claims.blocked_until,
-        )
-        self.refresh = claims.refresh
-        self.concurrency, self.exempt, self.gap = claims.concurrency, claims.exempt, claims.gap
-
-    async def reserve(
-        self, wants: Mapping[str, int], *, within: float | None = None
-    ) -> Mapping[str, Sequence[float]]:
-        slots: Mapping[str, Sequence[float]] = await self._claims.reserve(wants, within=within)
-        self.waits += [
-            (host, max(0.0, slot - self._clock.now()))
-            for host, times in slots.items()
-            for slot in times
-        ]
-        return slots
-
-    def voided(self, host: str) -> float:
-        """Always return 0: `penstock fetch` waits for its slot and is never rescheduled."""
-        return 0.0
-
-    async def robots(self, origin: str) -> tuple[bytes | None, int, float] | None:
-        stored: tuple[bytes | None, int, float] | None = await self._claims.robots(origin)
-        is_fresh = stored is not None and stored[2] > self._clock.now()
-        self.sources[origin], self.loading = "cache" if is_fresh else "site", not is_fresh
-        return stored
-
-    async def keep_robots(self, origin: str, body: bytes | None, status: int, until: float) -> None:
-        self.loading = False
-        await self._claims.keep_robots(origin, body, status, until)
-
-
-class _Client(Protocol):
-    """The methods and attributes of the HTTP client that the wrapper uses."""
-
-    options: Any
-    guard: Any
-
-    async def fetch(
-        self,
-        url: str,
-        *,
-        method: str = "GET",
-        headers: Mapping[str, str] | None = None,
-        body: bytes | None = None,
-        proxy: str | None = None,
-    ) -> Response: ...
-
-    async def close(self) -> None: ...
-
-
-class _RobotsKnown(Protocol):
-    def remembered(self, url: str) -> tuple[Robots, int] | None:
-        """Return the cached robots.txt of the URL's origin and its status, or None."""
-
-
-class _Fetcher:
-    """Wrapper of the HTTP client. It records each exchange, the guard's verdict and the times."""
-
-    def __init__(self, fetcher: _Client, pace: _Pace) -> None:
-        self._fetcher, self._pace = fetcher, pace
-        self.exchanges: list[dict[str, Any]] = []
-        self.last: Response | None = None  # last response for the page, with any status
-
-    async def fetch(
-        self,
-        url: str,
-        *,
-        method: str = "GET",
-        headers: Mapping[str, str] | None = None,
-        body: bytes | None = None,
-        proxy: str | None = None,
-    ) -> Response:
-        from penstock.model import Failure
-        from penstock.rules.proxies import parse_member, scrub
-
-        exchange: dict[str, Any] = {
-            "for": "robots.txt" if self._pace.loading else "page",
-            "method": method,
-            "url": url,
-            "status": None,
-            "peer": None,
-        }
-        exchange |= {
-            "proxy": parse_member(proxy).label if proxy else None,
-            "guard": None,
-            "dns": None,
-            "connect": None,
-            "first_byte": None,
-            "total": None,
-        }
-        self.exchanges.append(exchange)
-        if exchange["for"] == "page":
-            self.last = None
-        exchange["dns"], exchange["guard"], _ = await _guarded(
-            self._fetcher, url, through_proxy=proxy is not None
-        )
-        start = time.monotonic()
-        try:
-            response = await self._fetcher.fetch(
-                url, method=method, headers=headers, body=body, proxy=proxy
-            )
-        except Failure as e:
-            exchange |= {
-                "error": scrub(e.reason, proxy) if proxy else e.reason,
-                "total": time.monotonic() - start,
-            }
-            raise
-        exchange |= {
-            "status": response.status,
-            "peer": response.peer,
-            "http_version": response.http_version,
-        }
-        exchange |= {
-            "connect": response.connect,
-            "first_byte": response.first_byte,
-            "total": response.seconds,
-        }
-        if exchange["for"] == "page":
-            self.last = response
-        return response
-
-    async def close(self) -> None:
-        await self._fetcher.close()
-
-
-async def _guarded(
-    fetcher: _Client, url: str, *, through_proxy: bool = False
-) -> tuple[float, dict[str, Any], Failure | None]:
-    """Return the seconds, the guard's verdict, and the failure or None.
-
-    The client connects to the addresses found here, because the guard caches its answers.
-    """
-    from penstock.model import ErrorClass, Failure
-
-    start, failure = time.monotonic(), None
-    try:
-        unchecked = through_proxy and fetcher.options.remote_dns
-        target = fetcher.guard.check_url(url) if unchecked else await fetcher.guard.resolve(url)
-        verdict = {
-            "verdict": "allowed",
-            "addresses": list(target.addresses),
-            "reason": "the proxy resolves the name" if unchecked else "",
-        }
-    except Failure as e:
-        verdict_name, failure = "refused" if e.kind is ErrorClass.PERMANENT else "unresolved", e
-        verdict = {"verdict": verdict_name, "addresses": [], "reason": e.reason}
-    return time.monotonic() - start, verdict, failure
-
-
 # -- the request -----------------------------------------------------------------------------------
 
 
 async def _run(config: Config, event: Event, max_wait: float, ignoring: str) -> _Report:
-    from penstock.model import Failure
     from penstock.rules.proxies import needs_proxy
-    from penstock.runtime.process import open_fetcher, open_stage
+    from penstock.runtime.fetching import open_fetcher, open_stage, operator
     from penstock.runtime.stores import Politeness
 
     store = Politeness(config)
     try:
         fetcher = open_fetcher(config)
-        pace = _Pace(store.claims, store.clock)
-        recorder = _Fetcher(fetcher, pace)
+        pace = PaceRecorder(store.claims, store.clock)
+        recorder = FetchRecorder(fetcher, pace)
         stage, proxies = open_stage(
             config, store, recorder, pace, lists_by=fetcher, ignore_robots=bool(ignoring)
         )
@@ -306,7 +143,7 @@ async def _run(config: Config, event: Event, max_wait: float, ignoring: str) -> 
         try:
             await store.claims.refresh()
             await store.proxies.refresh()
-            seen.dns, seen.guard, refused = await _guarded(
+            seen.dns, seen.guard, refused = await guard_verdict(
                 fetcher, event.url, through_proxy=needs_proxy(event.route)
             )
             if refused is not None:  # no request is sent, so no slot is reserved
@@ -315,7 +152,7 @@ async def _run(config: Config, event: Event, max_wait: float, ignoring: str) -> 
             if ignoring:
                 await store.note(
                     lambda hosts: hosts.add_exception(
-                        "robots", event.key, ignoring, _operator(), once=True
+                        "robots", event.key, ignoring, operator(), once=True
                     )
                 )
             await stage.fetch(event, None)
@@ -332,9 +169,8 @@ async def _run(config: Config, event: Event, max_wait: float, ignoring: str) -> 
         store.close()
 
 
-async def _slot(store: Politeness, pace: _Pace, host: str, max_wait: float) -> None:
+async def _slot(store: Politeness, pace: PaceRecorder, host: str, max_wait: float) -> None:
     """Wait for the host's next slot. Raise Failure if it is more than `max_wait` seconds away."""
-    from penstock.model import ErrorClass, Failure
 
     slots = await store.claims.reserve({host: 1}, within=max_wait)
     wait = slots[host][0] - store.clock.now()
@@ -350,33 +186,26 @@ async def _slot(store: Politeness, pace: _Pace, host: str, max_wait: float) -> N
         await store.clock.sleep(wait)
 
 
-def _operator() -> str:
-    from penstock.runtime.process import operator
-
-    return operator()
-
-
 # -- the report ------------------------------------------------------------------------------------
+
+
+class RobotsKnown(Protocol):
+    def remembered(self, url: str) -> tuple[Robots, int] | None:
+        """Return the cached robots.txt of the URL's origin and its status, or None."""
 
 
 class _Report:
     def __init__(
         self,
         event: Event,
-        recorder: _Fetcher,
-        pace: _Pace,
-        stage: _RobotsKnown,
+        recorder: FetchRecorder,
+        pace: PaceRecorder,
+        stage: RobotsKnown,
         config: Config,
         ignoring: str,
     ) -> None:
-        self.event, self._recorder, self._pace, self._stage, self._config, self._ignoring = (
-            event,
-            recorder,
-            pace,
-            stage,
-            config,
-            ignoring,
-        )
+        self.event, self._recorder, self._pace, self._stage = event, recorder, pace, stage
+        self._config, self._ignoring = config, ignoring
         self.guard: dict[str, Any] = {"verdict": "allowed", "addresses": [], "reason": ""}
         self.dns = 0.0
         self.failure: Failure | None = None
@@ -430,7 +259,6 @@ class _Report:
 
         These are the requested URLs, and the target of a redirect that was not followed.
         """
-        from penstock.rules.identity import BadUrl, canonical_url
 
         found = list(dict.fromkeys([self.event.url, *(x["url"] for x in pages)]))
         if (
@@ -445,8 +273,6 @@ class _Report:
         return list(dict.fromkeys(found))
 
     def _robots(self, url: str) -> dict[str, Any]:
-        from penstock.rules.identity import host_key, origin
-        from penstock.rules.robots import product_token
 
         agent = product_token(self._config.net.user_agent)
         about = {
@@ -515,47 +341,37 @@ def _print_report(d: Mapping[str, Any]) -> None:
     for name, text, style in _lines(d):
         say(styled(f"{name:<9}", "dim"), styled(text, style))
     if d["exchanges"]:
-        made = table(
-            ("for", FIXED),
-            ("status", RIGHT),
-            ("peer", FIXED),
-            ("connect", RIGHT),
-            ("first byte", RIGHT),
-            ("total", RIGHT),
-            ("url", FOLD),
-        )
-        for x in d["exchanges"]:
-            peer = f"{x['peer'] or ''}{' via ' + x['proxy'] if x['proxy'] else ''}"
-            times = (
-                lasting(x[part]) if x[part] is not None else ""
-                for part in ("connect", "first_byte", "total")
-            )
-            made.add_row(
-                x["for"],
-                str(x["status"] or x.get("error", "")),
-                plain(peer),
-                *times,
-                plain(x["url"]),
-            )
-        show(made)
+        show(table(*_COLUMNS, rows=[_cells(x) for x in d["exchanges"]]))
     for name, value in d["headers"].items():
         for line in value.split("\n"):
             say(styled(f"{name}: ", "cyan"), line)
     if d["status"]:
-        is_ok = d["ok"]
-        more = [f"HTTP/{d['http_version']}"] if d["http_version"] else []
-        more += [size(d["size"])] if d["size"] is not None else []
-        more += [d["charset"]] if d["charset"] else []
-        more += [f"written to {d['output']}"] if d["output"] else []
+        more = (
+            f"HTTP/{d['http_version']}" if d["http_version"] else "",
+            "" if d["size"] is None else size(d["size"]),
+            d["charset"],
+            f"written to {d['output']}" if d["output"] else "",
+        )
         say(
-            styled(str(d["status"]), "bold green" if is_ok else "bold red"),
-            "".join(f", {m}" for m in more),
+            styled(str(d["status"]), "bold green" if d["ok"] else "bold red"),
+            "".join(f", {part}" for part in more if part),
         )
     if d["error"]:
         e = d["error"]
         say(styled(f"{e['class']}: {e['reason']}", "bold red"))
         if e["detail"]:
             say(styled(e["detail"], "dim"))
+
+
+def _cells(x: Mapping[str, Any]) -> list[str]:
+    times = (x["connect"], x["first_byte"], x["total"])
+    return [
+        x["for"],
+        str(x["status"] or x.get("error", "")),
+        plain(f"{x['peer'] or ''}{' via ' + x['proxy'] if x['proxy'] else ''}"),
+        *("" if seconds is None else lasting(seconds) for seconds in times),
+        plain(x["url"]),
+    ]
 
 
 def _lines(d: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

@@ -70,7 +70,7 @@ def init(
         Path,
         Parameter(name=["--directory", "-C"], help="directory to write to (else the current one)"),
     ] = Path(),
-) -> int:
+) -> None:
     """Write NAME.py (or NAME.toml) and a commented penstock.toml. Existing files are kept."""
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,40}", name) or name == "penstock":
         raise UsageError(
@@ -109,7 +109,6 @@ def init(
         styled("   scrape it", "dim"),
     )
     say("      ", styled("penstock status", "cyan"), styled("   see the result", "dim"))
-    return 0
 
 
 def settings_text(pipeline: str) -> str:

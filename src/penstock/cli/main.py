@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -164,7 +165,13 @@ def _dispatch(tokens: list[str]) -> int:
         )
     if tokens[0] == "push":
         tokens = [STDIN if token == "-" else token for token in tokens]
-    result = build()(tokens, exit_on_error=False, print_error=False, console=_help_console())
+    held: AbstractContextManager[None] = nullcontext()
+    if tokens[0] in ("run", "serve"):
+        from penstock.runtime.early_signals import hold_sigterm
+
+        held = hold_sigterm()
+    with held:
+        result = build()(tokens, exit_on_error=False, print_error=False, console=_help_console())
     return result if isinstance(result, int) else 0
 
 

@@ -12,18 +12,17 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from cyclopts import Group, Parameter
 
-from penstock.cli.output import (
-    plain,
-)
+from penstock.cli.output import plain
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
     from penstock.config.files import Loaded
     from penstock.config.schema import Config
+    from penstock.config.units import Kind
     from penstock.ports import Transaction
     from penstock.runtime.stores import Stores
 
@@ -159,4 +158,42 @@ def confirmed(what: str, *, yes: bool, hint: str = "") -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
+def pipeline_file(config: Config, given: str | None, usage: str = "--pipeline FILE") -> str:
+    """Return the given pipeline, or else the configured one. Raise UsageError if both are missing.
+
+    `usage` shows how this command takes a pipeline.
+    """
+    chosen = given or config.pipeline
+    if not chosen:
+        raise UsageError(
+            "no pipeline given",
+            hint=f'{usage}, or set pipeline = "shop.py" in penstock.toml '
+            "(`penstock init` writes both)",
+        )
+    return chosen
+
+
+def check_pool(config: Config, name: str | None) -> None:
+    """Raise UsageError if a proxy pool is named that is not configured."""
+    if name is not None and name not in config.proxies:
+        raise UsageError(
+            f"there is no proxy pool {name!r}",
+            hint=f"pools: {', '.join(config.proxies)}"
+            if config.proxies
+            else "add a pool with [proxies.NAME] in penstock.toml",
+        )
+
+
+def read_value(option: str, text: str, kind: Kind) -> Any:
+    """Return the value of a command-line option. Raise UsageError if it cannot be read."""
+    try:
+        return kind.read(text)
+    except ValueError:
+        raise UsageError(f"{option} {text!r} is not {kind.expected}") from None
+
+
 Json = Annotated[bool, Parameter(name="--json", help="one JSON document on stdout")]
+Yes = Annotated[bool, Parameter(name=["--yes", "-y"], help="do not ask for confirmation")]
+_PIPELINE = "a pipeline, .py or .toml (else `pipeline` of penstock.toml)"
+PipelineArgument = Annotated[str | None, Parameter(help=_PIPELINE)]
+PipelineFile = Annotated[str | None, Parameter(name=["--pipeline", "-p"], help=_PIPELINE)]

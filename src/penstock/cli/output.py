@@ -9,6 +9,7 @@ import functools
 import os
 import re
 import sys
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -93,7 +94,28 @@ def print_json(document: Any, *, line: bool = False) -> None:
     sys.stdout.buffer.write((raw if line else msgspec.json.format(raw, indent=2)) + b"\n")
 
 
-def table(*columns: str | tuple[str, dict[str, Any]], title: str = "") -> Table:
+def report(document: Any, sentence: str, *, json: bool) -> None:
+    """Print the document with --json, and the sentence without it."""
+    if json:
+        print_json(document)
+    else:
+        say(sentence)
+
+
+def report_pause(command: str, name: str, *, until: str = "", paused: bool) -> None:
+    """Print that a topic, source or host is paused or resumed, and the command that resumes it."""
+    say(
+        f"{name} is paused{until} (`penstock {command} resume {name}` resumes it)"
+        if paused
+        else f"{name} is resumed"
+    )
+
+
+def table(
+    *columns: str | tuple[str, dict[str, Any]],
+    rows: Iterable[Sequence[str | Text]] = (),
+    header: bool = True,
+) -> Table:
     """Return a table without a box, with a dim header."""
     from rich.table import Table
 
@@ -101,14 +123,14 @@ def table(*columns: str | tuple[str, dict[str, Any]], title: str = "") -> Table:
         box=None,
         pad_edge=False,
         header_style="dim",
-        title=title or None,
-        title_justify="left",
-        title_style="bold",
+        show_header=header,
         padding=(0, 2, 0, 0),
     )
     for column in columns:
         name, options = (column, {}) if isinstance(column, str) else column
         made.add_column(name, **options)
+    for row in rows:
+        made.add_row(*row)
     return made
 
 

@@ -6,12 +6,20 @@ import asyncio
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
 from penstock.cli import find
-from penstock.cli.options import DEFAULTS, WITH_OUTPUT, Common, CommonWithOutput, Json, ask
+from penstock.cli.options import (
+    DEFAULTS,
+    WITH_OUTPUT,
+    Common,
+    CommonWithOutput,
+    Json,
+    ask,
+    read_value,
+)
 from penstock.cli.output import (
     FIXED,
     FOLD,
@@ -19,6 +27,7 @@ from penstock.cli.output import (
     console,
     plain,
     print_json,
+    report,
     say,
     styled,
     table,
@@ -27,7 +36,7 @@ from penstock.cli.output import (
     show as show_table,
 )
 from penstock.config import units
-from penstock.errors import PenstockError, UsageError
+from penstock.errors import PenstockError
 from penstock.operate.figures import iso, moment, plural, short, size
 
 if TYPE_CHECKING:
@@ -52,7 +61,7 @@ def show(
     headers: Annotated[bool, Parameter(help="show its metadata instead of its bytes")] = False,
     json: Json = False,
     common: CommonWithOutput = WITH_OUTPUT,
-) -> int:
+) -> None:
     """Write the bytes of a stored page, unchanged."""
     with common.stores() as stores:
         page, row = ask(stores, lambda tx: _find(stores, tx, what))
@@ -80,23 +89,17 @@ def show(
             print_json(about)
         else:
             for name, value in about.items():
-                lines = [f"  {k}: {v}" for k, v in value.items()] if isinstance(value, dict) else []
-                say(
-                    styled(f"{name:<14}", "dim"),
-                    "" if lines else str(value if value is not None else ""),
-                )
-                for line in lines:
-                    say(line)
-        if output is None:
-            return 0
+                lines = value if isinstance(value, dict) else {}
+                say(styled(f"{name:<14}", "dim"), str(value or "") if not lines else "")
+                for key, text in lines.items():
+                    say(f"  {key}: {text}")
     if output is not None:
         Path(output).write_bytes(body)
         console(stderr=True).print(f"{size(len(body))} in {plain(output)}")
-        return 0
-    sys.stdout.flush()
-    sys.stdout.buffer.write(body)
-    sys.stdout.buffer.flush()
-    return 0
+    elif not (json or headers):
+        sys.stdout.flush()
+        sys.stdout.buffer.write(body)
+        sys.stdout.buffer.flush()
 
 
 @app.command
@@ -106,7 +109,7 @@ def ls(
     limit: Annotated[int, Parameter(name=["--limit", "-n"], help="at most this many (50)")] = 50,
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """List the newest pages, and the total that is stored."""
     with common.stores() as stores:
         rows, (pages, on_disk) = ask(
@@ -130,25 +133,26 @@ def ls(
             for row, stored in rows
         ]
         print_json({"pages": listed, "total": {"pages": pages, "bytes_on_disk": on_disk}})
-        return 0
+        return
     now = time.time()
-    made = table(
-        ("page", FIXED), ("size", RIGHT), ("http", RIGHT), ("fetched", FIXED), ("url", FOLD), ""
+    columns = (
+        *(("page", FIXED), ("size", RIGHT), ("http", RIGHT), ("fetched", FIXED), ("url", FOLD)),
+        "",
     )
-    for row, stored in rows:
-        m = row.meta
-        made.add_row(
+    cells = [
+        (
             short(row.page or ""),
-            size(m.size if m else stored or 0),
+            size(m.size if (m := row.meta) else stored or 0),
             str(m.status) if m else "",
             moment(m.fetched_at if m else None, now),
             plain(row.url),
             "" if stored is not None else "removed",
         )
+        for row, stored in rows
+    ]
     if rows:
-        show_table(made)
+        show_table(table(*columns, rows=cells))
     say(styled(f"{plural(pages, 'page')} stored, {size(on_disk)} on disk", "dim"))
-    return 0
 
 
 @app.command
@@ -164,37 +168,27 @@ def prune(
     ] = None,
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """Remove old pages now, except pages that an open or dead event still needs.
 
     A running worker does this every minute.
     """
     config = common.load().config
-    age = config.pages.keep if keep is None else _read(units.KEEP, keep, "--keep")
+    age = config.pages.keep if keep is None else read_value("--keep", keep, units.KEEP)
     limit = (
         config.pages.max_bytes
         if max_bytes is None
-        else _read(units.sizes(0), max_bytes, "--max-bytes")
+        else read_value("--max-bytes", max_bytes, units.sizes(0))
     )
-    from penstock.runtime.process import retain
+    from penstock.runtime.periodic import retain
 
     with common.stores(create=True, config=config) as stores:
         pages, freed = asyncio.run(
             retain(stores, pages_keep=age, pages_bytes=limit, history_keep=None)
         )
         stores.uow.write_now(lambda tx: tx.pages.sweep())
-    if json:
-        print_json({"removed": pages, "freed_bytes": freed})
-    else:
-        say(f"removed {plural(pages, 'page')}, freed {size(freed)}")
-    return 0
-
-
-def _read(kind: units.Kind, text: str, name: str) -> Any:
-    try:
-        return kind.read(text)
-    except ValueError:
-        raise UsageError(f"{name} {text!r} is not {kind.expected}") from None
+    sentence = f"removed {plural(pages, 'page')}, freed {size(freed)}"
+    report({"removed": pages, "freed_bytes": freed}, sentence, json=json)
 
 
 def _find(stores: Stores, tx: Transaction, what: str) -> tuple[str, EventRow | None]:

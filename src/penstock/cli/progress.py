@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-from penstock.cli.output import (
-    console,
-)
+from penstock.cli.output import console
 
 SHOW_AFTER = 0.5  # seconds. Shorter work shows no bar.
 
 
 @contextlib.contextmanager
 def bar(verb: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """Yield a function that advances the bar by a number of items."""
+    """Yield a function that sets the number of items that are done."""
     import time
 
     err = console(stderr=True)
@@ -34,15 +32,15 @@ def bar(verb: str, total: int | None) -> Iterator[Callable[[int], None]]:
     task = progress.add_task(verb, total=total)
     started, shown = time.monotonic(), False
 
-    def advance(n: int) -> None:
+    def update(done: int) -> None:
         nonlocal shown
         if not shown and time.monotonic() - started > SHOW_AFTER:
             progress.start()
             shown = True
-        progress.advance(task, n)
+        progress.update(task, completed=done)
 
     try:
-        yield advance
+        yield update
     finally:
         if shown:
             progress.stop()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from penstock.cli.options import DEFAULTS, Common, Json
+from penstock.cli.options import DEFAULTS, Common, Json, check_pool
 from penstock.cli.output import (
     FIXED,
     FOLD,
@@ -25,15 +25,16 @@ from penstock.cli.output import (
     styled,
     table,
 )
-from penstock.errors import OK, RAN_WITH_FAILURES, ConfigError, UsageError
+from penstock.errors import OK, RAN_WITH_FAILURES, ConfigError
+from penstock.model import Failure
 from penstock.operate.figures import iso, lasting, moment, plural
+from penstock.rules.proxies import Member, masked_list, parse_members, scrub
 
 if TYPE_CHECKING:
     from rich.text import Text
 
     from penstock.config.schema import Config
     from penstock.ports import Fetcher
-    from penstock.rules.proxies import Member
 
 app = App(name="proxies", help="proxy pools: list the proxies with their health, test them")
 MAX_PARALLEL = 16  # test requests in flight
@@ -45,7 +46,7 @@ _ADDRESS = re.compile(
 
 
 @app.command
-def ls(*, json: Json = False, common: Common = DEFAULTS) -> int:
+def ls(*, json: Json = False, common: Common = DEFAULTS) -> None:
     """List pools and proxies, and the hosts for which a proxy is in cooldown.
 
     Proxies of a provider's list are shown only if they have failed.
@@ -62,10 +63,10 @@ def ls(*, json: Json = False, common: Common = DEFAULTS) -> int:
     ]
     if json:
         print_json({"pools": pools, "listed": listed})
-        return OK
+        return
     if not pools:
         say("no proxies are configured: add a pool with [proxies.NAME] in penstock.toml")
-        return OK
+        return
     made = table(
         ("pool", FIXED),
         ("serves", FOLD),
@@ -104,7 +105,6 @@ def ls(*, json: Json = False, common: Common = DEFAULTS) -> int:
             styled("(list)", "dim"), "", plain(str(trouble["proxy"])), "", *_state(trouble)
         )
     show(made)
-    return OK
 
 
 @app.command(name="test")
@@ -124,13 +124,7 @@ def try_them(
     Exit code 1 if a proxy failed.
     """
     config = common.load().config
-    if name is not None and name not in config.proxies:
-        raise UsageError(
-            f"there is no proxy pool {name!r}",
-            hint=f"pools: {', '.join(config.proxies)}"
-            if config.proxies
-            else "add a pool with [proxies.NAME] in penstock.toml",
-        )
+    check_pool(config, name)
     if not config.proxies:
         raise ConfigError(
             "no proxies are configured",
@@ -140,7 +134,7 @@ def try_them(
     if json:
         print_json({"url": url, "results": results})
     else:
-        made = table(
+        columns = (
             ("pool", FIXED),
             ("proxy", FOLD),
             ("verdict", FIXED),
@@ -149,19 +143,19 @@ def try_them(
             ("exit", FIXED),
             ("why", FOLD),
         )
-        for r in results:
-            seconds = lasting(r["seconds"]) if r["seconds"] is not None else ""
-            verdict = styled(r["verdict"], "green" if r["verdict"] == "ok" else "bold red")
-            made.add_row(
+        rows = [
+            (
                 styled(r["pool"], "bold"),
                 plain(r["proxy"]),
-                verdict,
+                styled(r["verdict"], "green" if r["verdict"] == "ok" else "bold red"),
                 str(r["status"] or ""),
-                seconds,
+                lasting(r["seconds"]) if r["seconds"] is not None else "",
                 plain(r["exit"] or ""),
                 plain(r["reason"]),
             )
-        show(made)
+            for r in results
+        ]
+        show(table(*columns, rows=rows))
     return OK if all(r["verdict"] == "ok" for r in results) else RAN_WITH_FAILURES
 
 
@@ -172,19 +166,17 @@ Row = tuple[str, str, str, int, float, float, str]
 
 def _known(common: Common, config: Config) -> tuple[list[Row], dict[str, tuple[float, int, str]]]:
     """Read failures and lists from the store. Return nothing if there is no store yet."""
-    from penstock.errors import NoState
+    from penstock.runtime.stores import has_state
 
-    try:
-        with common.stores(config=config) as stores:
-            return stores.proxies.troubled(), stores.proxies.lists()
-    except NoState:
+    if not has_state(config.ledger.url):
         return [], {}
+    with common.stores(config=config) as stores:
+        return stores.proxies.troubled(), stores.proxies.lists()
 
 
 def _pool(
     name: str, config: Config, troubled: list[Row], had: tuple[float, int, str] | None, now: float
 ) -> dict[str, Any]:
-    from penstock.rules.proxies import masked_list, parse_members
 
     c = config.proxies[name]
     by_member: dict[str, list[dict[str, Any]]] = {}
@@ -233,32 +225,27 @@ def _trouble(row: Row, now: float) -> dict[str, Any]:
 
 
 def _serves(pool: dict[str, Any]) -> str:
-    parts = [f"geo {','.join(pool['geo'])}"] if pool["geo"] else []
-    parts += [f"account {','.join(pool['account'])}"] if pool["account"] else []
-    parts += [f"then {pool['next']}"] if pool["next"] else []
-    return "; ".join(parts)
+    parts = {"geo": ",".join(pool["geo"]), "account": ",".join(pool["account"])}
+    return "; ".join(
+        f"{name} {value}" for name, value in (parts | {"then": pool["next"]}).items() if value
+    )
 
 
 def _state(trouble: dict[str, Any] | None) -> tuple[Any, str, str]:
     if trouble is None:
         return styled("ok", "green"), "", ""
-    where = "all hosts" if trouble["host"] == "*" else plain(trouble["host"])
+    state = styled("recovering", "cyan")
     if trouble["state"] == "cooling":
-        return (
-            styled(f"cooldown {lasting(trouble['seconds'])}", "yellow"),
-            where,
-            plain(trouble["reason"]),
-        )
-    return styled("recovering", "cyan"), where, plain(trouble["reason"])
+        state = styled(f"cooldown {lasting(trouble['seconds'])}", "yellow")
+    where = "all hosts" if trouble["host"] == "*" else plain(trouble["host"])
+    return state, where, plain(trouble["reason"])
 
 
 # -- testing ---------------------------------------------------------------------------------------
 
 
 async def _try_all(config: Config, names: list[str], url: str, limit: int) -> list[dict[str, Any]]:
-    from penstock.model import Failure
-    from penstock.rules.proxies import masked_list, parse_members
-    from penstock.runtime.process import listed_proxies, open_fetcher
+    from penstock.runtime.fetching import listed_proxies, open_fetcher
 
     fetcher, gate = open_fetcher(config), asyncio.Semaphore(MAX_PARALLEL)
     results: list[dict[str, Any]] = []
@@ -288,8 +275,6 @@ async def _try_all(config: Config, names: list[str], url: str, limit: int) -> li
 async def _try(
     fetcher: Fetcher, gate: asyncio.Semaphore, pool: str, member: Member, url: str
 ) -> dict[str, Any]:
-    from penstock.model import Failure
-    from penstock.rules.proxies import scrub
 
     async with gate:
         start = time.monotonic()
@@ -304,22 +289,15 @@ async def _try(
                 reason=scrub(e.reason, member.dsn),
                 status=e.status,
             )
-    if answer.status == 407:
-        return _result(
-            pool,
-            member.label,
-            "failed",
-            seconds=answer.seconds,
-            status=407,
-            reason="the proxy rejected the user or the password",
-        )
+    refused = answer.status == 407
     return _result(
         pool,
         member.label,
-        "ok",
+        "failed" if refused else "ok",
         seconds=answer.seconds,
         status=answer.status,
-        exit_=_exit(answer.body),
+        reason="the proxy rejected the user or the password" if refused else "",
+        exit_=None if refused else _exit(answer.body),
     )
 
 

@@ -5,16 +5,15 @@ Inputs that are not valid URLs are reported with their line. The others are acce
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import msgspec
 from cyclopts import Parameter
 
 from penstock.cli.main import STDIN
-from penstock.cli.options import DEFAULTS, Common, Json
+from penstock.cli.options import DEFAULTS, Common, Json, read_value
 from penstock.cli.output import (
     console,
     print_json,
@@ -61,7 +60,7 @@ class Inputs:
             except BadUrl as e:
                 self.refused_count += 1
                 if len(self.refused) < MAX_IN_JSON:
-                    self.refused.append(RefusedInput(where, _without_password(text), e.reason))
+                    self.refused.append(RefusedInput(where, mask(text[:200]), e.reason))
 
     def _texts(self) -> Iterator[tuple[str, str]]:
         for i, text in enumerate(self.arguments, 1):
@@ -89,10 +88,6 @@ def _lines(name: str, stream: BinaryIO) -> Iterator[tuple[str, str]]:
         text = line.decode("utf-8-sig" if number == 1 else "utf-8", "replace").strip()
         if text and not text.startswith("#"):
             yield f"{name}:{number}", text
-
-
-def _without_password(text: str) -> str:
-    return mask(text[:200])
 
 
 def push(
@@ -129,20 +124,22 @@ def push(
         raise UsageError(f"--priority {priority!r} is unknown", hint="high, normal or low")
     if trace is not None and not (0 < len(trace) <= 128 and trace.isprintable()):
         raise UsageError("--trace must be printable, and at most 128 characters")
-    try:
-        seconds = None if window is None else units.duration(window)
-    except ValueError:
-        raise UsageError(f"--window {window!r} is not a duration", hint="30s, 5m, 1h, 1d") from None
+    seconds = None if window is None else read_value("--window", window, units.durations())
     for name in file:
         if name not in (STDIN, "-"):
-            _readable(name)
+            try:
+                open(name, "rb").close()
+            except OSError as e:
+                hint = "a file with one URL on each line"
+                raise UsageError(f"{name}: {e.strerror}", hint=hint) from None
 
+    from penstock.cli.progress import bar
     from penstock.intake import accept as intake
     from penstock.model import Route
 
     inputs = Inputs(urls, file)
     route = Route(geo=geo, pool=pool, account=account)
-    with common.stores(create=True) as stores, _progress() as seen:
+    with common.stores(create=True) as stores, bar("pushing", None) as show_progress:
         done = stores.perform(
             lambda: intake.push(
                 stores.lifecycle,
@@ -153,13 +150,13 @@ def push(
                 force=force,
                 window=seconds,
                 trace=trace,
-                on_progress=lambda p: seen(p.new + p.known),
+                on_progress=lambda p: show_progress(p.new + p.known),
             )
         )
         running = any(stores.workers_directory.glob("*.alive"))
     for text, reason in done.refused:  # by intake itself
         inputs.refused_count += 1
-        inputs.refused.append(RefusedInput("", _without_password(text), reason))
+        inputs.refused.append(RefusedInput("", mask(text[:200]), reason))
     if not inputs.read:
         raise UsageError(
             "there was no URL in the input",
@@ -178,30 +175,6 @@ def push(
     else:
         _report(inputs, done, running)
     return RAN_WITH_FAILURES if inputs.refused_count else OK
-
-
-def _readable(name: str) -> None:
-    try:
-        with open(name, "rb"):
-            pass
-    except OSError as e:
-        raise UsageError(f"{name}: {e.strerror}", hint="a file with one URL on each line") from None
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[int], None]]:
-    """Show a running count on stderr, for long input on a terminal."""
-    from penstock.cli.progress import bar
-
-    with bar("pushing", None) as advance:
-        last = 0
-
-        def seen(total: int) -> None:
-            nonlocal last
-            advance(total - last)
-            last = total
-
-        yield seen
 
 
 def _report(inputs: Inputs, done: Pushed, running: bool) -> None:

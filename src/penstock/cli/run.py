@@ -10,14 +10,12 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from penstock.cli.options import DEFAULTS, Common
+from penstock.cli.options import DEFAULTS, Common, PipelineArgument, pipeline_file
 from penstock.errors import UsageError
 
 
 def run(
-    file: Annotated[
-        str | None, Parameter(help="a pipeline, .py or .toml (else `pipeline` of penstock.toml)")
-    ] = None,
+    file: PipelineArgument = None,
     /,
     *,
     role: Annotated[
@@ -42,25 +40,18 @@ def run(
     """
     common.start_logging("info")
     config = common.load().config
-    from penstock.runtime.process import ROLES
+    from penstock.runtime.roles import ROLES
 
     roles = frozenset(name.strip() for part in role for name in part.split(",") if name.strip())
     if unknown := sorted(roles - set(ROLES)):
         raise UsageError(f"there is no role {unknown[0]!r}", hint=", ".join(ROLES))
     if not 1 <= workers <= 256:
         raise UsageError(f"--workers {workers} is not a number from 1 to 256", hint="--workers 4")
-    chosen = file or config.pipeline
-    if not chosen:
-        raise UsageError(
-            "no pipeline given",
-            hint='penstock run FILE, or set pipeline = "shop.py" in penstock.toml '
-            "(`penstock init` writes both)",
-        )
     from penstock.runtime.supervisor import run_command
 
     return run_command(
         config,
-        Path(chosen),
+        Path(pipeline_file(config, file, "penstock run FILE")),
         roles=roles or frozenset(ROLES),
         workers=workers,
         until_idle=until_idle,

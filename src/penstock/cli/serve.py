@@ -11,14 +11,11 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from penstock.cli.options import DEFAULTS, Common
-from penstock.errors import UsageError
+from penstock.cli.options import DEFAULTS, Common, PipelineArgument, pipeline_file
 
 
 def serve(
-    file: Annotated[
-        str | None, Parameter(help="a pipeline, .py or .toml (else `pipeline` of penstock.toml)")
-    ] = None,
+    file: PipelineArgument = None,
     /,
     *,
     host: Annotated[
@@ -38,13 +35,7 @@ def serve(
         if value is not None
     ]
     config = replace(common, overrides=[*common.overrides, *given]).load().config
-    chosen = file or config.pipeline
-    if not chosen:
-        raise UsageError(
-            "no pipeline given",
-            hint='penstock serve FILE, or set pipeline = "shop.py" in penstock.toml '
-            "(`penstock init` writes both)",
-        )
     from penstock.runtime.supervisor import run_command
 
-    return run_command(config, Path(chosen), roles=frozenset({"serve"}))
+    chosen = Path(pipeline_file(config, file, "penstock serve FILE"))
+    return run_command(config, chosen, roles=frozenset({"serve"}))

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 from cyclopts import App, Parameter
 
-from penstock.cli.options import DEFAULTS, Common, Json
+from penstock.cli.options import DEFAULTS, Common, Json, PipelineFile, pipeline_file
 from penstock.cli.output import (
     FOLD,
     RIGHT,
     plain,
     print_json,
+    report,
     say,
     show,
     styled,
@@ -35,13 +35,6 @@ Name = Annotated[
     str | None,
     Parameter(help="name of the source in `sources ls` (else every source that has a slot)"),
 ]
-PipelineFile = Annotated[
-    str | None,
-    Parameter(
-        name=["--pipeline", "-p"],
-        help="a pipeline, .py or .toml (else `pipeline` of penstock.toml)",
-    ),
-]
 
 
 @app.command
@@ -52,7 +45,7 @@ def ls(
     pipeline: PipelineFile = None,
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """List replication slots on the sources' servers, with the WAL that each server keeps for them.
 
     A slot without a reader fills the server's disk.
@@ -76,10 +69,10 @@ def ls(
                 ]
             }
         )
-        return OK
+        return
     if not found:
         say("no slots: `penstock run` or `penstock sources slots create` creates them")
-        return OK
+        return
     made = table("slot", ("source", FOLD), "state", ("held", RIGHT), ("behind", RIGHT), "position")
     shown: set[str] = set()
     for source, slot in sorted(found, key=lambda pair: not pair[1].own):
@@ -95,7 +88,6 @@ def ls(
             slot.position,
         )
     show(made)
-    return OK
 
 
 @app.command
@@ -106,7 +98,7 @@ def create(
     pipeline: PipelineFile = None,
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """Create slot and publication before the first run, so that changes are kept from now on.
 
     The server waits for open transactions to end before it creates the slot.
@@ -120,10 +112,9 @@ def create(
         print_json(
             {"slots": [{"source": source, **msgspec.to_builtins(slot)} for source, slot in made]}
         )
-        return OK
+        return
     for source, slot in made:
         say(f"{source}: slot {slot.name} keeps changes from {slot.position} on")
-    return OK
 
 
 @app.command
@@ -142,10 +133,8 @@ def drop(
     config = common.load().config
     (spec,) = _chosen(config, pipeline, name)
     dropped = _ask(config, spec, lambda source: source.drop_slot())
-    if json:
-        print_json({"source": name, "dropped": dropped})
-    else:
-        say(f"{name}: {'its slot is dropped' if dropped else 'there was no slot'}")
+    sentence = f"{name}: {'its slot is dropped' if dropped else 'there was no slot'}"
+    report({"source": name, "dropped": dropped}, sentence, json=json)
     return OK if dropped else DIFFERENCES
 
 
@@ -160,14 +149,10 @@ def _state(slot: SlotInfo) -> Any:
 def _chosen(config: Config, file: str | None, name: str | None) -> list[SourceSpec]:
     from penstock.authoring.load import load
 
-    chosen = file or config.pipeline
-    if not chosen:
-        raise UsageError(
-            "no pipeline given",
-            hint='--pipeline FILE, or set pipeline = "shop.py" in penstock.toml',
-        )
     specs = [
-        spec for spec in load(Path(chosen)).sources if spec.url.partition(":")[0].endswith("+cdc")
+        spec
+        for spec in load(pipeline_file(config, file)).sources
+        if spec.url.partition(":")[0].endswith("+cdc")
     ]
     if name is None:
         return specs
@@ -182,7 +167,7 @@ def _chosen(config: Config, file: str | None, name: str | None) -> list[SourceSp
 
 
 def _ask(config: Config, spec: SourceSpec, question: Callable[[Any], Awaitable[T]]) -> T:
-    from penstock.runtime.process import source_to_look_at
+    from penstock.runtime.sources_and_sinks import source_to_look_at
 
     async def ask_and_close() -> T:
         async with source_to_look_at(config, spec) as (source, _):

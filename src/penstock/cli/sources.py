@@ -7,25 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import time
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 from cyclopts import App, Parameter
 
 from penstock.cli import slots
-from penstock.cli.options import DEFAULTS, Common, Json, ask
+from penstock.cli.options import DEFAULTS, Common, Json, PipelineFile, ask, pipeline_file
 from penstock.cli.output import (
     FOLD,
     RIGHT,
     plain,
     print_json,
+    report,
+    report_pause,
     say,
     show,
     styled,
     table,
 )
-from penstock.errors import OK, UsageError
+from penstock.errors import UsageError
 from penstock.operate.figures import count, iso, lasting, moment, plural
 from penstock.rules.masking import mask
 
@@ -35,39 +37,34 @@ if TYPE_CHECKING:
     from penstock.intake.accept import Taken
     from penstock.ports import SourceState, Transaction
 
+T = TypeVar("T")
 app = App(name="sources", help="sources of events: list, test, reset, pause, resume")
 app.command(slots.app)
 Name = Annotated[str, Parameter(help="name of the source in `sources ls`")]
 # Seconds without a sign of a reader before a source is shown without one. One page may take long.
 READER_TIMEOUT = 300.0
-PipelineFile = Annotated[
-    str | None,
-    Parameter(
-        name=["--pipeline", "-p"],
-        help="a pipeline, .py or .toml (else `pipeline` of penstock.toml)",
-    ),
-]
 
 
 @app.command
-def ls(*, pipeline: PipelineFile = None, json: Json = False, common: Common = DEFAULTS) -> int:
+def ls(*, pipeline: PipelineFile = None, json: Json = False, common: Common = DEFAULTS) -> None:
     """List the sources of the pipeline and of the ledger: position, events, lag and errors."""
     config = common.load().config
-    specs = {spec.name: spec for spec in _declared(config, pipeline, required=False)}
-    states = _states(common, config)
+    specs = _declared(config, pipeline)
+    recorded: list[SourceState] = _read(common, config, lambda tx: list(tx.sources.all()), [])
+    states = {state.name: state for state in recorded}
     names = [*specs, *(name for name in states if name not in specs)]
     if json:
         print_json(
             {"sources": [_document(name, specs.get(name), states.get(name)) for name in names]}
         )
-        return OK
+        return
     if not names:
         say(
             'no sources: declare one with shop.source("feed+https://…") in a pipeline, '
             "or with [[source]] in a TOML pipeline"
         )
-        return OK
-    made = table(
+        return
+    columns = (
         "source",
         "state",
         ("events", RIGHT),
@@ -76,22 +73,10 @@ def ls(*, pipeline: PipelineFile = None, json: Json = False, common: Common = DE
         ("behind", RIGHT),
         ("position", FOLD),
     )
-    for name in names:
-        state = states.get(name)
-        made.add_row(
-            styled(name, "bold"),
-            _state_text(state, declared=name in specs, now=time.time()),
-            count(state.events) if state else "",
-            count(state.refused) if state and state.refused else "",
-            moment(state.event_at) if state and state.event_at else "",
-            _behind(state),
-            plain(state.position or "") if state else "",
-        )
-    show(made)
+    show(table(*columns, rows=[_row(name, states.get(name), name in specs) for name in names]))
     for name in names:
         if (state := states.get(name)) and state.error:
             say(styled(plain(f"{name}: {state.error}"), "yellow"))
-    return OK
 
 
 @app.command(name="test")
@@ -106,14 +91,16 @@ def try_(
     pipeline: PipelineFile = None,
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """Read as the source does, and show the events it would create.
 
     No event is published, and the position of the source does not change.
     """
     config = common.load().config
-    spec = _one(_declared(config, pipeline), name)
-    cursor = None if start else _cursor(common, config, name)
+    spec = _one(config, pipeline, name)
+    cursor = None
+    if not start:
+        cursor = _read(common, config, lambda tx: tx.sources.cursor(name), None)
     judged = asyncio.run(_preview(config, spec, cursor, max(1, limit)))
     if json:
         document = {
@@ -126,17 +113,17 @@ def try_(
             "skipped": judged.skipped,
         }
         print_json(document)
-        return OK
-    made = table("event", "priority", "cause", ("url", FOLD))
-    for e in judged.events:
-        made.add_row(e.id[:12], ("high", "normal", "low")[e.priority], plain(e.cause), plain(e.url))
+        return
     if judged.events:
-        show(made)
+        priorities = ("high", "normal", "low")
+        rows = [
+            (e.id[:12], priorities[e.priority], plain(e.cause), plain(e.url)) for e in judged.events
+        ]
+        show(table("event", "priority", "cause", ("url", FOLD), rows=rows))
     for finding, reason, _ in judged.refused:
         say(styled(plain(f"refused: {finding.cause or finding.id}: {reason}"), "yellow"))
     passed = f", {judged.skipped} skipped" if judged.skipped else ""
     say(f"preview: {plural(len(judged.events), 'event')} would be published{passed}")
-    return OK
 
 
 @app.command
@@ -151,13 +138,13 @@ def reset(
     pipeline: PipelineFile = None,
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """Set the position from which a source continues to read.
 
     Events that the ledger already has keep their ids and are not created again.
     """
     config = common.load().config
-    spec = _one(_declared(config, pipeline), name)
+    spec = _one(config, pipeline, name)
     cursor, description = (
         (None, "at the start") if to == "start" else asyncio.run(_place(config, spec, to))
     )
@@ -169,11 +156,8 @@ def reset(
             tx.sources.reset(name)
 
         stores.uow.write_now(work)
-    if json:
-        print_json({"source": name, "position": description})
-    else:
-        say(f"{name}: new position: {description}")
-    return OK
+    document = {"source": name, "position": description}
+    report(document, f"{name}: new position: {description}", json=json)
 
 
 @app.command
@@ -186,20 +170,20 @@ def pause(
     ] = "paused by a person",
     pipeline: PipelineFile = None,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """Stop reading a source until it is resumed. Its reader stops within two seconds."""
-    return _pause(common, pipeline, name, " ".join(reason.split()) or "paused by a person")
+    _pause(common, pipeline, name, " ".join(reason.split()) or "paused by a person")
 
 
 @app.command
-def resume(name: Name, /, *, pipeline: PipelineFile = None, common: Common = DEFAULTS) -> int:
+def resume(name: Name, /, *, pipeline: PipelineFile = None, common: Common = DEFAULTS) -> None:
     """Resume a paused source at its position."""
-    return _pause(common, pipeline, name, None)
+    _pause(common, pipeline, name, None)
 
 
-def _pause(common: Common, pipeline: str | None, name: str, reason: str | None) -> int:
+def _pause(common: Common, pipeline: str | None, name: str, reason: str | None) -> None:
     config = common.load().config
-    known = {spec.name: spec for spec in _declared(config, pipeline, required=False)}
+    known = _declared(config, pipeline)
     with common.stores(create=True, config=config) as stores:
 
         def work(tx: Transaction) -> list[str]:
@@ -211,32 +195,26 @@ def _pause(common: Common, pipeline: str | None, name: str, reason: str | None) 
         there = stores.uow.write_now(work)
     if name not in there:
         raise _unknown(name, [*known, *there])
-    say(f"{name} is {'resumed' if reason is None else 'paused'}")
-    return OK
+    report_pause("sources", name, paused=reason is not None)
 
 
 # -- declared and recorded sources -----------------------------------------------------------------
 
 
-def _declared(config: Config, file: str | None, *, required: bool = True) -> list[SourceSpec]:
-    chosen = file or config.pipeline
-    if not chosen:
-        if required:
-            raise UsageError(
-                "no pipeline given",
-                hint='--pipeline FILE, or set pipeline = "shop.py" in penstock.toml',
-            )
-        return []
+def _declared(config: Config, file: str | None) -> dict[str, SourceSpec]:
+    """Return the sources of the pipeline by name, or none if no pipeline is given."""
+    if not (file or config.pipeline):
+        return {}
     from penstock.authoring.load import load
 
-    return list(load(Path(chosen)).sources)
+    return {spec.name: spec for spec in load(pipeline_file(config, file)).sources}
 
 
-def _one(specs: list[SourceSpec], name: str) -> SourceSpec:
-    found = next((spec for spec in specs if spec.name == name), None)
-    if found is None:
-        raise _unknown(name, [spec.name for spec in specs])
-    return found
+def _one(config: Config, file: str | None, name: str) -> SourceSpec:
+    specs = _declared(config, pipeline_file(config, file))
+    if name not in specs:
+        raise _unknown(name, [*specs])
+    return specs[name]
 
 
 def _unknown(name: str, known: list[str]) -> UsageError:
@@ -248,25 +226,16 @@ def _unknown(name: str, known: list[str]) -> UsageError:
     )
 
 
-def _has_state(config: Config) -> bool:
-    return (
-        not config.ledger.url.startswith("sqlite:")
-        or Path(config.ledger.url.removeprefix("sqlite:")).exists()
-    )
+def _read(
+    common: Common, config: Config, question: Callable[[Transaction], T], without_state: T
+) -> T:
+    """Return the answer to a question, or `without_state` if no event was ever accepted."""
+    from penstock.runtime.stores import has_state
 
-
-def _states(common: Common, config: Config) -> dict[str, SourceState]:
-    if not _has_state(config):
-        return {}
+    if not has_state(config.ledger.url):
+        return without_state
     with common.stores(config=config) as stores:
-        return {state.name: state for state in ask(stores, lambda tx: tx.sources.all())}
-
-
-def _cursor(common: Common, config: Config, name: str) -> bytes | None:
-    if not _has_state(config):
-        return None
-    with common.stores(config=config) as stores:
-        return ask(stores, lambda tx: tx.sources.cursor(name))
+        return ask(stores, question)
 
 
 def _document(name: str, spec: SourceSpec | None, state: SourceState | None) -> dict[str, Any]:
@@ -293,6 +262,26 @@ def _document(name: str, spec: SourceSpec | None, state: SourceState | None) -> 
     }
 
 
+def _row(name: str, state: SourceState | None, declared: bool) -> list[Any]:
+    first = [styled(name, "bold"), _state_text(state, declared=declared, now=time.time())]
+    if state is None:
+        return first
+    return [
+        *first,
+        count(state.events),
+        count(state.refused) if state.refused else "",
+        moment(state.event_at) if state.event_at else "",
+        _behind(state),
+        plain(state.position or ""),
+    ]
+
+
+def _behind(state: SourceState) -> str:
+    if state.lag is not None:
+        return lasting(state.lag)
+    return "" if state.backlog is None else count(state.backlog)
+
+
 def _state_text(state: SourceState | None, *, declared: bool, now: float) -> Any:
     if state is None:
         return "never read"
@@ -313,25 +302,19 @@ def _state_text(state: SourceState | None, *, declared: bool, now: float) -> Any
     )
 
 
-def _behind(state: SourceState | None) -> str:
-    if state is None or (state.lag is None and state.backlog is None):
-        return ""
-    return lasting(state.lag) if state.lag is not None else count(state.backlog or 0)
-
-
 # -- calls to the source ---------------------------------------------------------------------------
 
 
 async def _preview(config: Config, spec: SourceSpec, cursor: bytes | None, limit: int) -> Taken:
     from penstock.intake.accept import judge
-    from penstock.runtime.process import source_to_look_at
+    from penstock.runtime.sources_and_sinks import source_to_look_at
 
     async with source_to_look_at(config, spec) as (source, mapping):
         return judge(mapping, await source.preview(cursor, limit))
 
 
 async def _place(config: Config, spec: SourceSpec, to: str) -> tuple[bytes | None, str]:
-    from penstock.runtime.process import source_to_look_at
+    from penstock.runtime.sources_and_sinks import source_to_look_at
 
     async with source_to_look_at(config, spec) as (source, _):
         cursor = await source.place(to)

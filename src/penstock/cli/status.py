@@ -5,6 +5,7 @@ It reads counters, so its cost does not grow with the number of events.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,12 +13,13 @@ from cyclopts import Parameter
 
 from penstock.cli.options import DEFAULTS, Common, Json, ask
 from penstock.cli.output import (
+    FIXED,
     FOLD,
     RIGHT,
+    STATUS_STYLE,
     console,
     plain,
     print_json,
-    status_text,
     styled,
     table,
 )
@@ -25,6 +27,7 @@ from penstock.operate.figures import count, iso, lasting, plural, short
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.text import Text
 
     from penstock.ports import SourceState
     from penstock.ports.reports import Standing
@@ -50,27 +53,25 @@ def status(
         bool, Parameter(name=["--watch", "-w"], help="refresh every second, until Ctrl-C")
     ] = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """Count events by status: pending, in flight, delayed, done, dead. The sum is all accepted.
 
     Also shows: why events wait, the largest dead-letter groups, sinks that are behind, pages that
     no extractor matched or that yielded nothing.
     """
     with common.stores() as stores:
-        if not watch:
-            found, now = look(stores)
-            if json:
-                print_json(document(found, now))
-            else:
-                console().print(picture(found, now))
-            return 0
-        return _watch(stores, json)
+        if watch:
+            _watch(stores, json)
+        elif json:
+            print_json(document(*look(stores)))
+        else:
+            console().print(picture(*look(stores)))
 
 
-def _watch(stores: Stores, json: bool) -> int:
+def _watch(stores: Stores, json: bool) -> None:
     from rich.live import Live
 
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         if json or not console().is_terminal:
             while True:
                 print_json(document(*look(stores)), line=True)
@@ -80,8 +81,6 @@ def _watch(stores: Stores, json: bool) -> int:
             while True:
                 time.sleep(1.0)
                 live.update(picture(*look(stores)))
-    except KeyboardInterrupt:
-        return 0
 
 
 Look = tuple[
@@ -95,7 +94,7 @@ Look = tuple[
 
 def look(stores: Stores) -> tuple[Look, float]:
     from penstock.locks import holder_alive, note_of, worker_alive
-    from penstock.runtime.process import sink_lock
+    from penstock.runtime.sources_and_sinks import sink_lock
 
     found = ask(stores, lambda tx: tx.reports.standing())
     alerts, sources = (
@@ -191,49 +190,27 @@ def picture(looked: Look, now: float) -> RenderableType:
     from rich.text import Text
 
     found, workers, alerts, down, sources = looked
+    warnings = [
+        *(
+            (" alert ", topic, f"{count(dead)} of the last {count(ended)} events ended dead", "")
+            for topic, (ended, dead) in alerts.items()
+        ),
+        *(
+            (" paused ", topic, reason, f"penstock topics resume {plain(topic)}")
+            for topic, reason in found.paused.items()
+        ),
+        *((" sink down ", n, f"{why} (rows wait in the outbox)", "") for n, why in down.items()),
+        *(
+            (" source ", s.name, f"paused: {s.paused}" if s.paused else s.error or "", "")
+            for s in sources
+            if s.paused or s.error
+        ),
+    ]
     parts: list[RenderableType] = []
-    for topic, (ended, dead) in alerts.items():
-        parts += [
-            Text.assemble(
-                (" alert ", "black on yellow"),
-                " ",
-                (plain(topic), "bold"),
-                f": {count(dead)} of the last {count(ended)} events ended dead",
-            ),
-            "",
-        ]
-    for topic, reason in found.paused.items():
-        parts += [
-            Text.assemble(
-                (" paused ", "bold white on red"),
-                " ",
-                (plain(topic), "bold"),
-                f": {plain(reason)}  ",
-                (f"penstock topics resume {plain(topic)}", "cyan"),
-            ),
-            "",
-        ]
-    for name, reason in down.items():
-        parts += [
-            Text.assemble(
-                (" sink down ", "bold white on red"),
-                " ",
-                (plain(name), "bold"),
-                f": {plain(reason)} (rows wait in the outbox)",
-            ),
-            "",
-        ]
-    for source in sources:
-        if wrong := f"paused: {source.paused}" if source.paused else source.error:
-            parts += [
-                Text.assemble(
-                    (" source ", "black on yellow"),
-                    " ",
-                    (plain(source.name), "bold"),
-                    f": {plain(wrong)}",
-                ),
-                "",
-            ]
+    for label, name, text, command in warnings:
+        style = "bold white on red" if label in (" paused ", " sink down ") else "black on yellow"
+        line = Text.assemble((label, style), " ", (plain(name), "bold"), f": {plain(text)}  ")
+        parts += [line.append(command, "cyan"), ""]
     parts += [_figures(found), "", _workers(found, workers, now)]
     for part in (_yield(found), _delays(found, now), _causes(found, now), _sinks(found)):
         if part is not None:
@@ -242,20 +219,21 @@ def picture(looked: Look, now: float) -> RenderableType:
 
 
 def _figures(found: Standing) -> RenderableType:
-    made = table("topic", *((name.replace("_", " "), RIGHT) for name in ("accepted", *STATES)))
     rows = dict(found.topics)
     if len(rows) > 1:
         rows["total"] = {
             name: sum(row[name] for row in rows.values()) for name in ("accepted", *STATES)
         }
-    for topic, row in rows.items():
-        cells = [styled(count(row["accepted"]), "bold")]
-        for state in STATES:
-            cell = status_text(state)
-            cell.plain = count(row[state])
-            cells.append(cell if row[state] else styled("0", "dim"))
-        made.add_row(styled(topic, "bold"), *cells)
-    return made
+    cells = [
+        (
+            styled(topic, "bold"),
+            styled(count(row["accepted"]), "bold"),
+            *(styled(count(row[s]), STATUS_STYLE[s] if row[s] else "dim") for s in STATES),
+        )
+        for topic, row in rows.items()
+    ]
+    columns = ((name.replace("_", " "), RIGHT) for name in ("accepted", *STATES))
+    return table("topic", *columns, rows=cells)
 
 
 def _workers(found: Standing, workers: list[dict[str, Any]], now: float) -> RenderableType:
@@ -312,47 +290,43 @@ def _delays(found: Standing, now: float) -> RenderableType | None:
         return None
     total = sum(row["delayed"] for row in found.topics.values())
     part = f" (of the next {count(found.waiting_seen)})" if total > found.waiting_seen else ""
-    made = table(("delayed", RIGHT), ("next in", RIGHT), (f"reason{part}", FOLD))
-    for w in found.waiting[:5]:
-        made.add_row(
-            styled(count(w.events), "yellow"), lasting(max(0.0, w.next_at - now)), plain(w.reason)
-        )
+    rows: list[tuple[str | Text, ...]] = [
+        (styled(count(w.events), "yellow"), lasting(max(0.0, w.next_at - now)), plain(w.reason))
+        for w in found.waiting[:5]
+    ]
     if len(found.waiting) > 5:
-        made.add_row("", "", styled(f"and {plural(len(found.waiting) - 5, 'other reason')}", "dim"))
-    return made
+        rows.append(
+            ("", "", styled(f"and {plural(len(found.waiting) - 5, 'other reason')}", "dim"))
+        )
+    return table(("delayed", RIGHT), ("next in", RIGHT), (f"reason{part}", FOLD), rows=rows)
 
 
 def _causes(found: Standing, now: float) -> RenderableType | None:
     if not found.causes:
         return None
-    made = table(
-        ("dead", RIGHT),
-        ("last", RIGHT),
-        "stage",
-        ("cause", FOLD),
-        ("details", {"no_wrap": True}),
-    )
-    for c in found.causes:
-        shown = count(c.letters) + ("" if c.exact else "+")
-        command = styled(f"penstock dlq show {short(c.event_id)}", "cyan")
-        made.add_row(
-            styled(shown, "bold red"),
+    rows = [
+        (
+            styled(count(c.letters) + ("" if c.exact else "+"), "bold red"),
             lasting(max(0.0, now - c.newest)) + " ago",
             plain(c.stage),
             plain(f"{c.error_class}: {c.reason}"),
-            command,
+            styled(f"penstock dlq show {short(c.event_id)}", "cyan"),
         )
-    return made
+        for c in found.causes
+    ]
+    columns = (("dead", RIGHT), ("last", RIGHT), "stage", ("cause", FOLD), ("details", FIXED))
+    return table(*columns, rows=rows)
 
 
 def _sinks(found: Standing) -> RenderableType | None:
     if not found.sinks:
         return None
-    made = table("sink", ("written", RIGHT), ("waiting", RIGHT))
-    for s in found.sinks:
-        made.add_row(
+    rows = [
+        (
             plain(s.name),
             count(s.flushed),
             styled(count(s.backlog), "yellow" if s.backlog else "dim"),
         )
-    return made
+        for s in found.sinks
+    ]
+    return table("sink", ("written", RIGHT), ("waiting", RIGHT), rows=rows)

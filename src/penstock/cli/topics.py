@@ -12,12 +12,14 @@ import msgspec
 from cyclopts import App, Parameter
 
 from penstock.cli import find
-from penstock.cli.options import DEFAULTS, Common, Json, ask, confirmed
+from penstock.cli.options import DEFAULTS, Common, Json, Yes, ask, confirmed
 from penstock.cli.output import (
     FOLD,
     RIGHT,
     plain,
     print_json,
+    report,
+    report_pause,
     say,
     show,
     styled,
@@ -28,16 +30,19 @@ from penstock.errors import DIFFERENCES, OK, BadEnvelope, UsageError
 from penstock.operate.figures import count, iso, lasting, moment, plural, short
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from penstock.ports import Out, Stats, Transaction
     from penstock.runtime.stores import Stores
 
 app = App(name="topics", help="messages on the brokers: list, pause, resume, purge, rewind")
 Name = Annotated[str, Parameter(help="the topic (`requests` stops all fetching)")]
+_COLUMNS = ("topic", "group", ("ready", RIGHT))
 Topic = Annotated[str, Parameter(help="requests, pages, records, or one of them with .dead")]
 
 
 @app.command
-def ls(*, json: Json = False, common: Common = DEFAULTS) -> int:
+def ls(*, json: Json = False, common: Common = DEFAULTS) -> None:
     """List topics and their groups, with the number of messages on the broker."""
     with common.stores() as stores:
         paused, rows = ask(stores, lambda tx: tx.queue.paused()), _figures(stores)
@@ -58,28 +63,17 @@ def ls(*, json: Json = False, common: Common = DEFAULTS) -> int:
                 ]
             }
         )
-        return OK
-    made = table(
-        "topic",
-        "group",
-        ("ready", RIGHT),
-        ("leased", RIGHT),
-        ("delayed", RIGHT),
-        "broker",
-        ("paused", FOLD),
-    )
-    for topic, group, s in rows:
-        made.add_row(
-            styled(topic, "bold"),
-            plain(group),
-            _count(s.ready, s),
-            _count(s.in_flight, s),
-            _count(s.delayed, s),
+        return
+    columns = (*_COLUMNS, ("leased", RIGHT), ("delayed", RIGHT), "broker", ("paused", FOLD))
+    cells = [
+        (
+            *_cells(topic, group, s),
             _broker(common, topic),
             styled(paused.get(topic, ""), "bold red"),
         )
-    show(made)
-    return OK
+        for topic, group, s in rows
+    ]
+    show(table(*columns, rows=cells))
 
 
 @app.command
@@ -89,7 +83,7 @@ def stats(
     *,
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """Show the counts of the brokers. `~` marks an estimate.
 
     On Kafka, --json has the lag of each partition. `penstock status` shows the ledger's counts.
@@ -111,29 +105,17 @@ def stats(
                 ]
             }
         )
-        return OK
-    made = table(
-        "topic",
-        "group",
-        ("ready", RIGHT),
-        ("in flight", RIGHT),
-        ("delayed", RIGHT),
-        ("dead", RIGHT),
-        ("oldest", RIGHT),
-    )
-    for name, group, s, _ in rows:
-        age = "" if s.oldest_age is None else lasting(s.oldest_age)
-        made.add_row(
-            styled(name, "bold"),
-            plain(group),
-            _count(s.ready, s),
-            _count(s.in_flight, s),
-            _count(s.delayed, s),
+        return
+    figures = ("in flight", "delayed", "dead", "oldest")
+    cells = [
+        (
+            *_cells(name, group, s),
             _count(s.dead, s),
-            age,
+            "" if s.oldest_age is None else lasting(s.oldest_age),
         )
-    show(made)
-    return OK
+        for name, group, s, _ in rows
+    ]
+    show(table(*_COLUMNS, *((name, RIGHT) for name in figures), rows=cells))
 
 
 @app.command
@@ -166,27 +148,27 @@ def peek(
     limit: Annotated[int, Parameter(name=["--limit", "-n"], help="messages to show")] = 10,
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """Show messages that wait on a topic, oldest first. They are not consumed."""
     with common.stores() as stores:
         _known(stores, topic)
         found = stores.perform(lambda: stores.topics.peek(topic, max(1, limit)))
     if json:
         print_json({"topic": topic, "messages": [_message(m) for m in found]})
-        return OK
-    made = table("event", "key", ("size", RIGHT), "not before", ("url", FOLD))
-    for m in found:
-        made.add_row(
+        return
+    rows = [
+        (
             short(m.id),
             plain(m.key),
             count(len(m.body)),
             moment(m.not_before) if m.not_before else "",
             plain(_url(m) or "no event"),
         )
-    show(made)
+        for m in found
+    ]
+    show(table("event", "key", ("size", RIGHT), "not before", ("url", FOLD), rows=rows))
     if not found:
         say(f"no message waits on {topic}")
-    return OK
 
 
 @app.command
@@ -196,19 +178,15 @@ def pause(
     *,
     reason: Annotated[str, Parameter(help="shown by status")] = "paused by hand",
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """Stop deliveries of a topic. Work in flight finishes, new messages wait."""
-    _set(common, topic, reason)
-    say(f"{topic} is paused (`penstock topics resume {topic}` resumes it)")
-    return OK
+    _pause(common, topic, reason)
 
 
 @app.command
-def resume(topic: Name = "requests", /, *, common: Common = DEFAULTS) -> int:
+def resume(topic: Name = "requests", /, *, common: Common = DEFAULTS) -> None:
     """Resume a paused topic. An open breaker is closed, and starts to count from zero."""
-    _set(common, topic, None)
-    say(f"{topic} is resumed")
-    return OK
+    _pause(common, topic, None)
 
 
 @app.command
@@ -216,12 +194,10 @@ def purge(
     topic: Topic,
     /,
     *,
-    yes: Annotated[
-        bool, Parameter(name=["--yes", "-y"], help="do not ask for confirmation")
-    ] = False,
+    yes: Yes = False,
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """Remove the waiting messages of a topic, after a confirmation.
 
     Their events become dead letters. `penstock dlq retry` redrives them.
@@ -233,13 +209,10 @@ def purge(
         _known(stores, topic)
         if not confirmed(f"remove all waiting messages of {topic}", yes=yes):
             say("nothing purged")
-            return OK
+            return
         gone = stores.perform(lambda: stores.dead_letters.purge(topic, sentence(Reason.PURGED)))
-    if json:
-        print_json({"topic": topic, "purged": gone})
-    else:
-        say(f"purged {plural(gone, 'message')} of {topic}")
-    return OK
+    text = f"purged {plural(gone, 'message')} of {topic}"
+    report({"topic": topic, "purged": gone}, text, json=json)
 
 
 @app.command
@@ -260,7 +233,7 @@ def rewind(
     ] = [],  # noqa: B006
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """Deliver messages to a group again, if the broker keeps history.
 
     Events that have ended are not processed again.
@@ -280,17 +253,17 @@ def rewind(
                 f"--offset is for Kafka, and {topic} is on {_broker(common, topic)}", hint="--since"
             )
         n = stores.perform(lambda: stores.topics.replay(topic, group, since=at, offsets=offsets))
-    if json:
-        print_json({"topic": topic, "group": group, "since": iso(at), "messages": n})
-    else:
-        say(f"{plural(n, 'message')} of {topic} will be delivered to {group} again")
-    return OK
+    report(
+        {"topic": topic, "group": group, "since": iso(at), "messages": n},
+        f"{plural(n, 'message')} of {topic} will be delivered to {group} again",
+        json=json,
+    )
 
 
 # -- helpers ---------------------------------------------------------------------------------------
 
 
-def _set(common: Common, topic: str, reason: str | None) -> None:
+def _pause(common: Common, topic: str, reason: str | None) -> None:
     with common.stores(create=True) as stores:
 
         def work(tx: Transaction) -> bool:
@@ -302,6 +275,7 @@ def _set(common: Common, topic: str, reason: str | None) -> None:
 
         if not stores.uow.write_now(work):
             raise _no_such(topic)
+    report_pause("topics", topic, paused=reason is not None)
 
 
 def _figures(stores: Stores) -> list[tuple[str, str, Stats]]:
@@ -314,17 +288,15 @@ def _figures(stores: Stores) -> list[tuple[str, str, Stats]]:
 
 
 async def _with_partitions(stores: Stores) -> list[tuple[str, str, Stats, list[dict[str, Any]]]]:
-    found = []
-    for topic, group in await stores.uow.read(lambda tx: tx.queue_reports.groups()):
-        found.append(
-            (
-                topic,
-                group,
-                await stores.topics.stats(topic, group),
-                await stores.topics.partitions(topic, group),
-            )
+    return [
+        (
+            topic,
+            group,
+            await stores.topics.stats(topic, group),
+            await stores.topics.partitions(topic, group),
         )
-    return found
+        for topic, group in await stores.uow.read(lambda tx: tx.queue_reports.groups())
+    ]
 
 
 def _known(stores: Stores, topic: str | None) -> None:
@@ -346,6 +318,12 @@ def _broker(common: Common, topic: str) -> str:
     """Return the scheme of the topic's broker. The rest of the DSN may contain a password."""
     topics = common.load().config.topics
     return str(getattr(topics, topic.removesuffix(".dead"), topics.requests)).partition(":")[0]
+
+
+def _cells(topic: str, group: str, s: Stats) -> list[str | Text]:
+    """Return the cells of `_COLUMNS`, and those for leased and delayed messages."""
+    counts = [_count(n, s) for n in (s.ready, s.in_flight, s.delayed)]
+    return [styled(topic, "bold"), plain(group), *counts]
 
 
 def _count(n: int, s: Stats) -> str:

@@ -62,7 +62,7 @@ def trace(
     ] = 100,
     json: Json = False,
     common: Common = DEFAULTS,
-) -> int:
+) -> None:
     """Show the history of an event or a URL, with every event of its trace.
 
     Shows times, reasons, duplicates, page and records.
@@ -73,7 +73,6 @@ def trace(
         print_json(document(found))
     else:
         show(found)
-    return 0
 
 
 def gather(stores: Stores, tx: Transaction, what: str, limit: int) -> Traced:
@@ -304,20 +303,21 @@ def _lines(f: Found, now: float) -> list[Text]:
         if s.worker:
             line.append(f"  by {plain(s.worker)}", "dim")
         lines.append(line)
-    facts = [f"source {row.source}"]
-    if f.event and f.event.cause and f.event.cause != f.event.parent:
-        facts.append(f"cause {f.event.cause}")
-    if row.attempts or row.starts > 1:
-        facts.append(f"{plural(row.starts, 'start')}, {plural(row.attempts, 'failure')}")
-    if row.status == "delayed" and row.not_before:
-        facts.append(f"again in {lasting(max(0.0, row.not_before - now))}")
-    if f.event and (
-        route := ", ".join(f"{k} {v}" for k, v in msgspec.to_builtins(f.event.route).items())
-    ):
-        facts.append(f"route {route}")
-    if f.event and f.event.force:
-        facts.append("forced")
-    lines.append(Text(plain(" · ".join(facts)), "dim"))
+    event = f.event
+    route = msgspec.to_builtins(event.route) if event else {}
+    facts = (
+        f"source {row.source}",
+        f"cause {event.cause}" if event and event.cause not in ("", event.parent) else "",
+        f"{plural(row.starts, 'start')}, {plural(row.attempts, 'failure')}"
+        if row.attempts or row.starts > 1
+        else "",
+        f"again in {lasting(max(0.0, row.not_before - now))}"
+        if row.status == "delayed" and row.not_before
+        else "",
+        f"route {', '.join(f'{k} {v}' for k, v in route.items())}" if route else "",
+        "forced" if event and event.force else "",
+    )
+    lines.append(Text(plain(" · ".join(fact for fact in facts if fact)), "dim"))
     if row.duplicate_of:
         other = (
             f" (trace {short(f.original_trace)})"

@@ -27,7 +27,7 @@ PARTS = (
 )
 
 
-def version(*, json: Json = False) -> int:
+def version(*, json: Json = False) -> None:
     """Show the versions of Penstock and of the libraries it uses, for bug reports."""
     from penstock.runtime.stores import sqlite_version
 
@@ -39,8 +39,7 @@ def version(*, json: Json = False) -> int:
             parts[name] = ""
     if json:
         print_json({"penstock": __version__, **parts, "platform": platform.platform()})
-        return 0
+        return
     say(f"penstock {__version__}")
     for name, number in parts.items():
         say(styled(f"  {name:<10}", "dim"), number or "not installed")
-    return 0

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, get_type_hints
 import msgspec
 
 from penstock.config.options import suggest
+from penstock.config.pools import check_pools, pool_names
 from penstock.config.schema import (
     BY_PATH,
     OPTIONS,
@@ -77,7 +78,7 @@ def load(cli: Mapping[str, str], env: Mapping[str, str], cwd: Path) -> Loaded:
     origins: dict[str, str] = {}
     file = _file(cli.get("config") or env.get("PENSTOCK_CONFIG"), cwd)
     document, shown = _document(file, cwd)
-    pools = _pools(document, env, cli, shown)
+    pools = pool_names(document, env, cli, shown)
     table = _KnownOptions(
         [*OPTIONS, *(option for name in pools for option in pool_options(name))], pools
     )
@@ -95,7 +96,7 @@ def load(cli: Mapping[str, str], env: Mapping[str, str], cwd: Path) -> Loaded:
             config,
             proxies={name: _build(ProxyPoolConfig, values, f"{POOL}.{name}.") for name in pools},
         )
-        _check_pools(config.proxies)
+        check_pools(config.proxies)
     return Loaded(
         config=config,
         origins={path: origins.get(path, "default") for path in table.by_path},
@@ -130,79 +131,6 @@ class _KnownOptions:
         self.by_path = {option.path: option for option in found}
         self.by_variable = {variable: option for option in found for variable in option.variables}
         self.sections = SECTIONS | {POOL} | {f"{POOL}.{name}" for name in pools}
-
-
-def _pools(
-    document: Mapping[str, Any], env: Mapping[str, str], cli: Mapping[str, str], shown: str
-) -> list[str]:
-    """Return the names of all pools, from file, command line and variables.
-
-    A variable has `_` for `-`, so it may belong to a pool whose name contains `-`.
-    """
-    tables = document.get(POOL, {})
-    if not isinstance(tables, dict):
-        raise ConfigError(
-            f"{POOL}: is a section of {shown}, not a value",
-            hint=f'[{POOL}.main] urls = ["http://user:password@proxy.example:8080"]',
-        )
-    names = list(tables)
-    names += [
-        path.split(".")[1] for path in cli if path.startswith(POOL + ".") and path.count(".") == 2
-    ]
-    start = PREFIX + POOL.upper() + "_"
-    ends = tuple(
-        sorted(
-            {"_" + option.path.rpartition(".")[2].upper() for option in pool_options("x")},
-            key=len,
-            reverse=True,
-        )
-    )
-    known = {name.upper().replace("-", "_") for name in names}
-    for variable in sorted(env):
-        text = variable.removesuffix("_FILE")
-        end = next(
-            (
-                end
-                for end in ends
-                if variable.startswith(start) and text.endswith(end) and env[variable]
-            ),
-            None,
-        )
-        if end is not None and (name := text[len(start) : -len(end)]) and name not in known:
-            known.add(name)
-            names.append(name.lower())
-    names = list(dict.fromkeys(names))
-    for name in names:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}", name):
-            raise ConfigError(
-                f"{POOL}.{name}: is not a valid pool name", hint="letters, digits, _ and -"
-            )
-        if not isinstance(tables.get(name, {}), dict):
-            raise ConfigError(
-                f"{POOL}.{name}: is a section of {shown}, not a value",
-                hint=f"[{POOL}.{name}] urls = …",
-            )
-    for variable in {name.upper().replace("-", "_") for name in names}:
-        if len(same := [name for name in names if name.upper().replace("-", "_") == variable]) > 1:
-            raise ConfigError(
-                f"{POOL}: {' and '.join(same)} would have the same variables",
-                hint="rename one of them",
-            )
-    return names
-
-
-def _check_pools(pools: Mapping[str, ProxyPoolConfig]) -> None:
-    for name, pool in pools.items():
-        if not pool.urls and not pool.list_url:
-            raise ConfigError(
-                f"{POOL}.{name}: has neither urls nor list_url",
-                hint='urls = ["http://user:password@proxy.example:8080"]',
-            )
-        if pool.next and pool.next not in pools:
-            raise ConfigError(
-                f"{POOL}.{name}.next: there is no pool {pool.next!r}",
-                hint=_suggest(pool.next, list(pools), "the pools are: " + ", ".join(pools)),
-            )
 
 
 _Found = tuple[Option, str, Any]

@@ -5,7 +5,6 @@ They are frozen structs, and a table that is made from them. See `config.files` 
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,8 +13,6 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 
 from penstock.config import units
-from penstock.rules.masking import mask
-from penstock.rules.proxies import canonical_list, masked_list, parse_members
 
 PREFIX = "PENSTOCK_"
 
@@ -46,56 +43,6 @@ def _store(what: str, derived: str) -> Opt:
 
 
 _DB = "sqlite:<state.dir>/penstock.db"
-_PATH = units.texts(r"[^\x00]+", 'a path such as "./data"')
-_NAME = units.texts(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", "a name of letters, digits, . _ -")
-_LINE = units.texts(r"[\x20-\x7e]+", "printable ASCII")
-
-
-def _proxies(value: object) -> tuple[str, ...]:
-    """Read a text with commas or line breaks (a file has one proxy per line), or a list."""
-    lines = (
-        [part.strip() for part in re.split(r"[,\n]", value)] if isinstance(value, str) else value
-    )
-    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
-        raise ValueError(value)
-    parse_members(lines)
-    return tuple(line for line in lines if line and not line.startswith("#"))
-
-
-_PROXIES = units.Kind(
-    name="list of proxies",
-    expected="URLs of proxies with their ports, separated by commas "
-    '("http://user:password@proxy.example:8080,socks5://10.0.0.1:1080 3")',
-    read=_proxies,
-    write=",".join,
-    masked=lambda value: ",".join(member.label for member in parse_members(value)),
-)
-_LIST = units.Kind(
-    name="URL",
-    expected="an http or https URL without user and password",
-    read=canonical_list,
-    masked=masked_list,
-)
-_REST = units.Kind(
-    name="URL",
-    expected='an http or https URL such as "http://127.0.0.1:8083"',
-    read=units.texts(r"https?://[^\x00-\x20\x7f]+", "").read,
-    masked=mask,
-)
-_NAMES = units.Kind(
-    name="list of names",
-    expected='names, separated by commas ("de,at")',
-    read=units.words,
-    write=",".join,
-)
-_WEIGHT = units.Kind(
-    name="number",
-    expected="a number above 0",
-    read=units.positive,
-    write=lambda value: f"{value:g}",
-    quoted=False,
-)
-
 # -- the options, with type, default and one line of help ------------------------------------------
 
 
@@ -103,7 +50,10 @@ class StateConfig(_Section, frozen=True, kw_only=True):
     dir: Annotated[
         Path,
         Opt(
-            _PATH, "directory of the embedded stores", derived="./.penstock", alias="PENSTOCK_STATE"
+            units.PATH,
+            "directory of the embedded stores",
+            derived="./.penstock",
+            alias="PENSTOCK_STATE",
         ),
     ]
 
@@ -198,7 +148,7 @@ class NetConfig(_Section, frozen=True, kw_only=True):
         8443,
     )
     user_agent: Annotated[
-        str, Opt(_LINE, "User-Agent header, with a URL at which site owners can find you")
+        str, Opt(units.LINE, "User-Agent header, with a URL at which site owners can find you")
     ] = "penstock/0.1 (+https://penstock.example/bot)"
     max_body: Annotated[int, Opt(units.sizes(1024), "largest decoded body")] = 16 * 2**20
     remote_dns: Annotated[
@@ -319,20 +269,8 @@ class IntakeConfig(_Section, frozen=True, kw_only=True):
     ] = 10_000_000
 
 
-def _address(value: object) -> str:
-    text = value.strip() if isinstance(value, str) else ""
-    return text if text == "localhost" else str(ipaddress.ip_address(text.strip("[]")))
-
-
-_ADDRESS = units.Kind(
-    name="address",
-    expected='an IP address of this machine ("127.0.0.1", "0.0.0.0", "::1") or "localhost"',
-    read=_address,
-)
-
-
 class ServeConfig(_Section, frozen=True, kw_only=True):
-    host: Annotated[str, Opt(_ADDRESS, "address on which webhooks are served")] = "127.0.0.1"
+    host: Annotated[str, Opt(units.ADDRESS, "address on which webhooks are served")] = "127.0.0.1"
     port: Annotated[int, Opt(units.counts(0, 65535), "port (0 is any free port)")] = 8787
     max_connections: Annotated[int, Opt(units.counts(1, 100_000), "open connections")] = 256
     timeout: Annotated[
@@ -367,7 +305,7 @@ class ProxyPoolConfig(_Section, frozen=True, kw_only=True):
     urls: Annotated[
         tuple[str, ...],
         Opt(
-            _PROXIES,
+            units.PROXIES,
             "proxies of the pool, optionally with weights",
             example="http://user:password@proxy.example:8080",
             secret=True,
@@ -376,7 +314,7 @@ class ProxyPoolConfig(_Section, frozen=True, kw_only=True):
     list_url: Annotated[
         str,
         Opt(
-            _LIST,
+            units.PROXY_LIST,
             "a provider's list of proxies, one per line",
             example="https://provider.example/list.txt",
             secret=True,
@@ -387,12 +325,14 @@ class ProxyPoolConfig(_Section, frozen=True, kw_only=True):
     ] = 600.0
     geo: Annotated[
         tuple[str, ...],
-        Opt(_NAMES, "locations of its exits: serves routes with this geo", example="de,at"),
+        Opt(units.NAMES, "locations of its exits: serves routes with this geo", example="de,at"),
     ] = ()
     account: Annotated[
-        tuple[str, ...], Opt(_NAMES, "accounts it is reserved for (* is any)", example="alice")
+        tuple[str, ...], Opt(units.NAMES, "accounts it is reserved for (* is any)", example="alice")
     ] = ()
-    weight: Annotated[float, Opt(_WEIGHT, "its share among pools that serve the same route")] = 1.0
+    weight: Annotated[
+        float, Opt(units.WEIGHT, "its share among pools that serve the same route")
+    ] = 1.0
     cooldown: Annotated[
         float,
         Opt(
@@ -405,7 +345,7 @@ class ProxyPoolConfig(_Section, frozen=True, kw_only=True):
         bool, Opt(units.FLAG, "use the same proxy for an account while the proxy works")
     ] = True
     next: Annotated[
-        str, Opt(_NAME, "pool for events that were blocked in this pool", example="backup")
+        str, Opt(units.NAME, "pool for events that were blocked in this pool", example="backup")
     ] = ""
 
 
@@ -413,7 +353,7 @@ class ConnectConfig(_Section, frozen=True, kw_only=True):
     url: Annotated[
         str,
         Opt(
-            _REST,
+            units.REST_URL,
             "REST interface of the Kafka Connect worker for `penstock connect`",
             secret=True,
         ),
@@ -424,11 +364,16 @@ class Config(_Section, frozen=True, kw_only=True):
     """All options, checked. `pipeline` and `namespace` are empty if they are not set."""
 
     pipeline: Annotated[
-        str, Opt(_PATH, "pipeline that `penstock run` uses without an argument", example="shop.py")
+        str,
+        Opt(units.PATH, "pipeline that `penstock run` uses without an argument", example="shop.py"),
     ] = ""
     namespace: Annotated[
         str,
-        Opt(_NAME, "prefix of names on servers, so that pipelines can share them", example="shop"),
+        Opt(
+            units.NAME,
+            "prefix of names on servers, so that pipelines can share them",
+            example="shop",
+        ),
     ] = ""
     durability: Annotated[
         Literal["full", "process"],

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from penstock.rules.masking import mask
+from penstock.rules.proxies import canonical_list, masked_list, parse_members
 
 _DURATION = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 _SIZE = {
@@ -31,7 +32,7 @@ _SIZE = {
 }
 _DECIMAL = r"[0-9]+(?:\.[0-9]+)?"
 _DURATION_PART = re.compile(rf"({_DECIMAL})\s*(ms|s|m|h|d|w)")
-_NAME = re.compile(
+_HOST_NAME = re.compile(
     r"(?=.{1,253}$)[a-z0-9_]([a-z0-9_-]{0,62})(\.[a-z0-9_][a-z0-9_-]{0,62})*\.?", re.I
 )
 _MAX_NUMBER = 10**15
@@ -292,7 +293,7 @@ def words(value: object) -> tuple[str, ...]:
     return tuple(map(str, found))
 
 
-def positive(value: object) -> float:
+def _positive(value: object) -> float:
     found = _real(value)
     if not 0 < found <= 1e6:
         raise ValueError(value)
@@ -327,7 +328,7 @@ def _target(value: object) -> str:
         # A name whose last label is a number is another form of an address, and is refused.
         if (
             match[1]
-            or not _NAME.fullmatch(match[2])
+            or not _HOST_NAME.fullmatch(match[2])
             or re.fullmatch(r"[0-9]+|0x[0-9a-f]*", match[2].rstrip(".").rpartition(".")[2], re.I)
         ):
             raise ValueError(value) from None
@@ -359,7 +360,7 @@ PORTS = Kind(
 )
 
 
-# -- addresses of stores ---------------------------------------------------------------------------
+# -- addresses, paths and proxies -------------------------------------------------------------------
 
 
 DSN = Kind(
@@ -367,4 +368,65 @@ DSN = Kind(
     expected='a URL such as "sqlite:./penstock.db" or "amqp://user@host/"',
     read=texts(r"[a-z][a-z0-9+.-]*:[^\x00-\x1f\x7f]+", "").read,
     masked=mask,
+)
+PATH = texts(r"[^\x00]+", 'a path such as "./data"')
+NAME = texts(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", "a name of letters, digits, . _ -")
+LINE = texts(r"[\x20-\x7e]+", "printable ASCII")
+
+
+def _proxies(value: object) -> tuple[str, ...]:
+    """Read a text with commas or line breaks (a file has one proxy per line), or a list."""
+    lines = (
+        [part.strip() for part in re.split(r"[,\n]", value)] if isinstance(value, str) else value
+    )
+    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+        raise ValueError(value)
+    parse_members(lines)
+    return tuple(line for line in lines if line and not line.startswith("#"))
+
+
+PROXIES = Kind(
+    name="list of proxies",
+    expected="URLs of proxies with their ports, separated by commas "
+    '("http://user:password@proxy.example:8080,socks5://10.0.0.1:1080 3")',
+    read=_proxies,
+    write=",".join,
+    masked=lambda value: ",".join(member.label for member in parse_members(value)),
+)
+PROXY_LIST = Kind(
+    name="URL",
+    expected="an http or https URL without user and password",
+    read=canonical_list,
+    masked=masked_list,
+)
+REST_URL = Kind(
+    name="URL",
+    expected='an http or https URL such as "http://127.0.0.1:8083"',
+    read=texts(r"https?://[^\x00-\x20\x7f]+", "").read,
+    masked=mask,
+)
+NAMES = Kind(
+    name="list of names",
+    expected='names, separated by commas ("de,at")',
+    read=words,
+    write=",".join,
+)
+WEIGHT = Kind(
+    name="number",
+    expected="a number above 0",
+    read=_positive,
+    write=lambda value: f"{value:g}",
+    quoted=False,
+)
+
+
+def _address(value: object) -> str:
+    text = value.strip() if isinstance(value, str) else ""
+    return text if text == "localhost" else str(ipaddress.ip_address(text.strip("[]")))
+
+
+ADDRESS = Kind(
+    name="address",
+    expected='an IP address of this machine ("127.0.0.1", "0.0.0.0", "::1") or "localhost"',
+    read=_address,
 )

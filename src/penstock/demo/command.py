@@ -24,13 +24,14 @@ from penstock import locks
 from penstock.cli.options import SafeFormatter
 from penstock.cli.output import console
 from penstock.config import files as config
-from penstock.demo import summary as ending
 from penstock.demo.display import Snapshot, plain, render
 from penstock.demo.monitor import Look, Watch
+from penstock.demo.summary import DemoResult, summary
 from penstock.errors import OK, RAN_WITH_FAILURES, PenstockError, UsageError
 from penstock.locks import FileLock
 from penstock.ports import Transaction
-from penstock.runtime.process import ROLES, Running
+from penstock.runtime.process import WorkerProcess
+from penstock.runtime.roles import ROLES
 from penstock.runtime.stores import open_stores
 
 FRAME_INTERVAL, LINE_INTERVAL = 0.25, 2.0  # seconds between two frames, and between two lines
@@ -239,7 +240,7 @@ async def _demo(where: Path, cwd: Path, seconds: float | None, break_: bool, lin
                 print(
                     f"penstock demo: the shop is at {shop.url}, results go to {where}", flush=True
                 )
-            running = Running(settings, where / "shop.py", roles=frozenset(ROLES))
+            running = WorkerProcess(settings, where / "shop.py", roles=frozenset(ROLES))
             stop, opened = asyncio.Event(), asyncio.Event()
             work = asyncio.create_task(running.run(stop, opened=lambda _: opened.set()))
             try:
@@ -265,7 +266,7 @@ async def _demo(where: Path, cwd: Path, seconds: float | None, break_: bool, lin
         look = stores.uow.snapshot(Look)
     finally:
         stores.close()
-    made = ending.Ending(
+    result = DemoResult(
         out=where,
         cwd=cwd,
         elapsed=elapsed,
@@ -275,11 +276,11 @@ async def _demo(where: Path, cwd: Path, seconds: float | None, break_: bool, lin
         redesigned=redesigned,
         requests=where / "shop.log",
     )
-    found, typed = ending.text(made)
+    results, commands = summary(result)
     if lines:
         print()
-    console().print(found, end="")
-    console().print(typed, soft_wrap=True)
+    console().print(results, end="")
+    console().print(commands, soft_wrap=True)
     return OK if look.counters.get("records") else RAN_WITH_FAILURES
 
 
@@ -331,7 +332,7 @@ async def _either(
 
 async def _watch(
     watch: Watch,
-    running: Running,
+    running: WorkerProcess,
     screen: _Screen,
     work: asyncio.Task[int],
     shop: _Shop,
@@ -381,7 +382,7 @@ async def _watch(
         await _either(work, asked_to_end, pause)
 
 
-async def _stop_reading(running: Running) -> None:
+async def _stop_reading(running: WorkerProcess) -> None:
     """Pause all sources, so that accepted events finish and no new ones are accepted."""
 
     def work(tx: Transaction) -> None:

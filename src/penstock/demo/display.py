@@ -52,7 +52,7 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class FieldChange:
     """A change of one field of one record."""
 
     id: str  # unique, for example the event's id
@@ -63,7 +63,7 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True)
-class Buried:
+class DeadPage:
     url: str
     reason: str
 
@@ -85,8 +85,8 @@ class Snapshot:
     unchanged: int = 0
     unmatched: int = 0
     empty: int = 0
-    moved: tuple[Moved, ...] = ()
-    dead: tuple[Buried, ...] = ()
+    moved: tuple[FieldChange, ...] = ()
+    dead: tuple[DeadPage, ...] = ()
     breaker: str = ""  # reason of an open breaker, "" if it is closed
     notice: str = ""  # the demo's last action (`--break`)
     p50: float | None = None  # seconds from event to row
@@ -163,9 +163,9 @@ def render(snapshot: Snapshot, width: int) -> RenderableType:
         Text(),
         *_events(s, inner, wide),
         Text(),
-    ]
-    lines += [_outputs(s, inner), *_fill(_changes(s, inner, 3), 3), Text()]
-    lines += [
+        _outputs(s, inner),
+        *_fill(_changes(s, inner, 3), 3),
+        Text(),
         _heading("delayed", f"{s.counts.delayed}   ") + _heading("dead", f"{s.counts.dead}"),
         *_fill(_delayed_and_dead(s, inner, 4), 4),
         _remark(s, inner),
@@ -374,36 +374,32 @@ def plain(snapshot: Snapshot, before: Snapshot | None = None) -> str:
         for name, label, _ in _STATES
         if getattr(s.counts, name)
     ]
-    line = f"{s.elapsed:6.1f} s  {s.counts.accepted} accepted" + (
-        f" ({', '.join(figures)})" if figures else ""
-    )
-    line += f"  {s.records} {'row' if s.records == 1 else 'rows'}"
-    line += f", {s.changes} {'change' if s.changes == 1 else 'changes'}"
-    line += "".join(
-        f", {count} {label}"
-        for count, label in (
-            (s.unchanged, "unchanged"),
-            (s.empty, "empty"),
-            (s.unmatched, "unmatched"),
-        )
-        if count
+    others = ((s.unchanged, "unchanged"), (s.empty, "empty"), (s.unmatched, "unmatched"))
+    line = (
+        f"{s.elapsed:6.1f} s  {s.counts.accepted} accepted"
+        + (f" ({', '.join(figures)})" if figures else "")
+        + f"  {s.records} {'row' if s.records == 1 else 'rows'}"
+        + f", {s.changes} {'change' if s.changes == 1 else 'changes'}"
+        + "".join(f", {count} {label}" for count, label in others if count)
     )
     if s.p50 is not None and s.p95 is not None:
         line += f"  event→row p50 {_span(s.p50)}, p95 {_span(s.p95)}"
     seen, known, dead = {m.id for m in was.moved}, {w.url for w in was.waiting}, set(was.dead)
     news = [
-        f"changed  {_clean(m.what)}: {_clean(m.field)} {_clean(m.old)} → {_clean(m.new)}"
-        for m in reversed(s.moved)
-        if m.id not in seen
+        *(
+            f"changed  {_clean(m.what)}: {_clean(m.field)} {_clean(m.old)} → {_clean(m.new)}"
+            for m in reversed(s.moved)
+            if m.id not in seen
+        ),
+        *(
+            f"delayed  {_clean(w.url)}: {_clean(w.reason)}, {_span(w.left)} left"
+            for w in s.waiting
+            if w.url not in known
+        ),
+        *(f"dead     {_clean(d.url)}: {_clean(d.reason)}" for d in s.dead[::-1] if d not in dead),
     ]
-    news += [
-        f"delayed  {_clean(w.url)}: {_clean(w.reason)}, {_span(w.left)} left"
-        for w in s.waiting
-        if w.url not in known
-    ]
-    news += [
-        f"dead     {_clean(d.url)}: {_clean(d.reason)}" for d in reversed(s.dead) if d not in dead
-    ]
-    news += [f"stopped  {_clean(s.breaker)}"] * bool(s.breaker and s.breaker != was.breaker)
-    news += [f"note     {_clean(s.notice)}"] * bool(s.notice and s.notice != was.notice)
+    if s.breaker and s.breaker != was.breaker:
+        news.append(f"stopped  {_clean(s.breaker)}")
+    if s.notice and s.notice != was.notice:
+        news.append(f"note     {_clean(s.notice)}")
     return "\n".join([line, *("          " + item for item in news)])

@@ -180,38 +180,32 @@ def slug(name: str) -> str:
     return "-".join(cleaned.split())
 
 
-def _catalogue() -> tuple[Product, ...]:
-    products = []
-    for category, goods in _LISTED.items():
-        for n, (name, price, blurb) in enumerate(goods, 1):
-            products.append(
-                Product(
-                    f"{category[:3].upper()}-{n:03d}",
-                    slug(name),
-                    name,
-                    category,
-                    Decimal(price),
-                    blurb,
-                    stock=3 + (n * 7 + len(name)) % 40,
-                )
-            )
+PRODUCTS = (
+    *(
+        Product(
+            f"{category[:3].upper()}-{n:03d}",
+            slug(name),
+            name,
+            category,
+            Decimal(price),
+            blurb,
+            stock=3 + (n * 7 + len(name)) % 40,
+        )
+        for category, goods in _LISTED.items()
+        for n, (name, price, blurb) in enumerate(goods, 1)
+    ),
     # An incomplete listing: the page is valid but its SKU is empty. So the extractor's key is empty
     # and the event ends dead, with that reason.
-    products.append(
-        Product(
-            "",
-            BROKEN,
-            "Mystery Box",
-            "Garden",
-            Decimal("25.00"),
-            "Its contents are still a secret.",
-            stock=1,
-        )
-    )
-    return tuple(products)
-
-
-PRODUCTS = _catalogue()
+    Product(
+        "",
+        BROKEN,
+        "Mystery Box",
+        "Garden",
+        Decimal("25.00"),
+        "Its contents are still a secret.",
+        stock=1,
+    ),
+)
 LIMITED = Product(
     "LTD-001",
     "founders-kettle",

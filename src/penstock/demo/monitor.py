@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.demo.display import Buried, Counts, Host, Moved, Snapshot, Source, Waiting
+from penstock.demo.display import Counts, DeadPage, FieldChange, Host, Snapshot, Source, Waiting
 from penstock.ports import Transaction
 from penstock.ports.reports import Filter
 from penstock.rules.identity import host_key
-from penstock.runtime.process import Running
+from penstock.runtime.process import WorkerProcess
 
 RATE_WINDOW = 3.0  # seconds over which the request rate of a host is measured
 LATENCY_SAMPLE = 50  # newest events whose latency is shown
@@ -47,7 +47,7 @@ class Watch:
 
     def __init__(
         self,
-        running: Running,
+        running: WorkerProcess,
         *,
         shop: str,
         limited: str,
@@ -61,7 +61,7 @@ class Watch:
         by = running.stores.lifecycle.settings.host_by
         self._hosts = [host_key(url + "/", by=by) for url in (shop, limited)]
         self._read = self._lines = 0
-        self._moved: deque[Moved] = deque(maxlen=MAX_LISTED)
+        self._moved: deque[FieldChange] = deque(maxlen=MAX_LISTED)
         self._followed = 0
         self._followed_at: float | None = None
         self.notice = ""
@@ -94,7 +94,7 @@ class Watch:
             unmatched=c.get("unmatched", 0),
             empty=c.get("empty", 0),
             moved=tuple(reversed(self._moved)),
-            dead=tuple(Buried(d.url, d.reason) for d in look.dead),
+            dead=tuple(DeadPage(d.url, d.reason) for d in look.dead),
             breaker=look.breaker,
             notice=self.notice,
             p50=_quantile(latencies, 0.50),
@@ -151,7 +151,7 @@ class Watch:
             self._lines += 1
             title, _, prices = line.rpartition(": ")
             old, _, new_price = prices.partition(" → ")
-            self._moved.append(Moved(str(self._lines), title, "price", old, new_price))
+            self._moved.append(FieldChange(str(self._lines), title, "price", old, new_price))
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -18,7 +19,7 @@ from penstock.testing.web import Entry, read_log
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ending:
+class DemoResult:
     """Data of the summary."""
 
     out: Path
@@ -31,7 +32,7 @@ class Ending:
     requests: Path  # the shop's own log
 
 
-def text(e: Ending) -> tuple[Text, Text]:
+def summary(e: DemoResult) -> tuple[Text, Text]:
     """Return the results, and the commands to type.
 
     The commands must not be wrapped, on a terminal or in a pipe.
@@ -44,10 +45,10 @@ def text(e: Ending) -> tuple[Text, Text]:
     def line(*parts: str | tuple[str, str], to: Text = made) -> None:
         to.append_text(Text.assemble(*parts)).append("\n")
 
-    first = f", first row came after {e.first_row:.1f} s" if e.first_row is not None else ""
+    first = f" The first row came after {e.first_row:.1f} s." if e.first_row is not None else ""
     line(
         ("Done", "bold green") if n.get("records") else ("No record was written", "bold red"),
-        f" after {e.elapsed:.1f} s{first}.",
+        f" after {e.elapsed:.1f} s.{first}",
     )
     line(f"{c.accepted} events: {', '.join(states) or 'none'}.")
     line()
@@ -74,7 +75,7 @@ def text(e: Ending) -> tuple[Text, Text]:
 # -- results ---------------------------------------------------------------------------------------
 
 
-def _place(e: Ending) -> str:
+def _place(e: DemoResult) -> str:
     return (
         str(e.out.relative_to(e.cwd))
         if e.out.is_relative_to(e.cwd) and e.out != e.cwd
@@ -83,16 +84,17 @@ def _place(e: Ending) -> str:
 
 
 def _files(out: Path) -> list[tuple[str, str, str]]:
-    found = []
-    if (file := out / "records.jsonl").exists():
-        found.append((file.name, f"{_lines(file)} rows", "every record, in order of arrival"))
-    if (file := out / "products.db").exists():
-        found.append((file.name, f"{_rows(file)} rows", "the newest row of each product"))
-    if (file := out / "changes.txt").exists():
-        found.append((file.name, f"{_lines(file)} lines", "lines written by the on_change hook"))
-    found.append(("shop.py", "", "the pipeline (settings are in penstock.toml)"))
-    found.append(("shop.log", f"{_lines(out / 'shop.log')} lines", "requests, logged by the shop"))
-    return found
+    records, products, changes, log = (
+        out / name for name in ("records.jsonl", "products.db", "changes.txt", "shop.log")
+    )
+    listed = (
+        (records, f"{_lines(records)} rows", "every record, in order of arrival"),
+        (products, f"{_rows(products)} rows", "the newest row of each product"),
+        (changes, f"{_lines(changes)} lines", "lines written by the on_change hook"),
+        (out / "shop.py", "", "the pipeline (settings are in penstock.toml)"),
+        (log, f"{_lines(log)} lines", "requests, logged by the shop"),
+    )
+    return [(file.name, size, about) for file, size, about in listed if file.exists()]
 
 
 def _lines(file: Path) -> int:
@@ -101,13 +103,13 @@ def _lines(file: Path) -> int:
 
 def _rows(file: Path) -> int:
     """Return the number of products, read with the standard library as a user could do."""
-    db = sqlite3.connect(f"file:{quote(str(file))}?mode=ro", uri=True)
     try:
-        return int(db.execute("SELECT count(*) FROM products").fetchone()[0])
+        with contextlib.closing(
+            sqlite3.connect(f"file:{quote(str(file))}?mode=ro", uri=True)
+        ) as db:
+            return int(db.execute("SELECT count(*) FROM products").fetchone()[0])
     except sqlite3.OperationalError:  # the demo ended before the first row
         return 0
-    finally:
-        db.close()
 
 
 # -- intended failures -----------------------------------------------------------------------------
@@ -127,7 +129,7 @@ def visits(requests: Path, limited: str) -> list[Entry]:
     )
 
 
-def _limited(e: Ending) -> list[str]:
+def _limited(e: DemoResult) -> list[str]:
     sent = visits(e.requests, e.limited)
     if not sent or sent[0].status != 429:
         return []
@@ -140,7 +142,7 @@ def _limited(e: Ending) -> list[str]:
     ]
 
 
-def _dead(e: Ending) -> list[str]:
+def _dead(e: DemoResult) -> list[str]:
     shown = e.look.dead[:3]
     lines = [f"{urlsplit(d.url).path} is dead: {d.reason}." for d in shown]
     return lines + [f"… and {e.look.counts.dead - len(shown)} more are dead."] * (
@@ -148,13 +150,13 @@ def _dead(e: Ending) -> list[str]:
     )
 
 
-def _redesigned(e: Ending) -> list[str]:
+def _redesigned(e: DemoResult) -> list[str]:
     if e.redesigned is None:
         return []
     empty = e.look.counters.get("empty", 0)
     pages = "1 page" if empty == 1 else f"{empty} pages"
     return [
-        f"The shop was redesigned after {e.redesigned:.0f} s, since then {pages} gave no row "
+        f"The shop was redesigned after {e.redesigned:.0f} s. Since then {pages} gave no row "
         "(`empty` in `status`). The last good rows stay."
     ]
 

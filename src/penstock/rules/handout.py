@@ -106,18 +106,11 @@ class Backlog(Generic[M]):
         """
         if e.due and not self.ordered:
             self._delay(e)
-            return
-        self.ready += 1
-        c = self._classes[e.priority]
-        queue = c.keys.get(e.key)
-        if queue is None:
-            c.keys[e.key] = deque((e,))
-            if e.key not in self._busy_keys:
-                c.rotation.append(e.key)
-        elif first:
+        elif first and (queue := self._classes[e.priority].keys.get(e.key)) is not None:
             queue.appendleft(e)
+            self.ready += 1
         else:
-            queue.append(e)
+            self.put_all([e], e.priority)
 
     def put_all(self, entries: Sequence[M], priority: int) -> None:
         """Add ready messages of one priority class, after the other messages of their keys."""
@@ -218,11 +211,11 @@ class Backlog(Generic[M]):
                     break
                 key = c.rotation.popleft()
                 queue = c.keys[key]
-                n = 1 if self.ordered else min(share, end - len(got), len(queue))
                 if self.ordered and queue[0].due > now:
                     self._busy_keys.add(key)
                     self._delay(queue[0])
                     continue
+                n = 1 if self.ordered else min(share, end - len(got), len(queue))
                 if per_key is not None:
                     n = min(n, per_key - taken.get(key, 0))
                     if n <= 0:
@@ -231,15 +224,13 @@ class Backlog(Generic[M]):
                     taken[key] = taken.get(key, 0) + n
                 if n == len(queue):
                     got.extend(queue)
-                    queue.clear()
+                    del c.keys[key]
                 else:
                     got.extend([queue.popleft() for _ in range(n)])
+                    if not self.ordered:
+                        c.rotation.append(key)
                 if self.ordered:
                     self._busy_keys.add(key)
-                elif queue:
-                    c.rotation.append(key)
-                if not queue:
-                    del c.keys[key]
         c.rotation.extend(skipped)
 
     def drop(self, unwanted: Callable[[M], bool]) -> list[M]:

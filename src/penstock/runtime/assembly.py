@@ -80,6 +80,11 @@ class ClaimServer(ExternalClaims, HostAccess, Protocol):
     proxies: FleetProxyHealth
 
 
+def proxies_of(claims: SqlClaims | ClaimServer, clock: Clock) -> FleetProxyHealth:
+    """Return the health of proxies, which is in the same store as the claims."""
+    return SqlProxies(claims.db, clock) if isinstance(claims, SqlClaims) else claims.proxies
+
+
 class Assembly:
     """The engine of one ledger, with everything that it uses."""
 
@@ -121,14 +126,11 @@ class Assembly:
                 lease=lease,
                 clock=clock,
             )
+        self.proxies = proxies_of(claims, clock)
         self.external_claims: ClaimServer | None = None
-        self.proxies: FleetProxyHealth
-        self._claim_session: Claims
-        if isinstance(claims, SqlClaims):
-            self.proxies = SqlProxies(self.db, self.clock)
-            self._claim_session = SharedClaims()
-        else:
-            self.external_claims, self.proxies = claims, claims.proxies
+        self._claim_session: Claims = SharedClaims()
+        if not isinstance(claims, SqlClaims):
+            self.external_claims = claims
             self._claim_session = PrefetchedClaims(claims, self.uow)
         self.with_settings(settings)
 

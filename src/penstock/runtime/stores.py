@@ -14,14 +14,14 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, TypeVar
 
+from penstock import locks
 from penstock.brokers.sql import SqlQueue
 from penstock.claims.sql import SqlClaims, SqlHosts
-from penstock.claims.sql_proxies import SqlProxies
 from penstock.clock import SystemClock
 from penstock.config.options import suggest
 from penstock.config.schema import Config
 from penstock.engine.settings import LifecycleSettings, SinkBinding
-from penstock.errors import ConfigError, NoState, StoreUnavailable
+from penstock.errors import ConfigError, StoreUnavailable, Unreachable
 from penstock.ledgers.sql.ledger import SqlLedger
 from penstock.pages.bound import IndexedPages
 from penstock.ports import (
@@ -32,7 +32,7 @@ from penstock.ports import (
     TopicSpec,
 )
 from penstock.rules import breaker
-from penstock.runtime.assembly import Assembly, ClaimServer, FleetProxyHealth
+from penstock.runtime.assembly import Assembly, ClaimServer, proxies_of
 from penstock.stores import sqlite_checks
 from penstock.stores.context import Context
 
@@ -56,6 +56,8 @@ EXTRAS = {
     "postgresql": "postgres",
     "rediss": "redis",
 }
+# Bytes. A store file up to this size is checked before the start, and a larger one during the work.
+SMALL_STORE = 256 << 20
 log = logging.getLogger("penstock")
 
 
@@ -87,6 +89,27 @@ class Stores(Assembly):
     @property
     def workers_directory(self) -> Path:
         return self.config.state.dir / "workers"
+
+    async def check_after_unclean_stop(self) -> None:
+        """Check the store file if a worker of this machine did not stop cleanly.
+
+        A file larger than `SMALL_STORE` is checked during the work.
+        """
+        file = self.db.file  # None for a database server, which checks its own files
+        if file is None or not locks.dead_workers(self.workers_directory):
+            return
+        if file.stat().st_size > SMALL_STORE:
+            self._check = asyncio.create_task(self._check_aside())
+        elif problems := await asyncio.to_thread(self.db.check):
+            raise Unreachable(
+                f"{self.db.path} is damaged: {problems[0]}",
+                hint="stop all workers, keep a copy, and restore a backup or recover it with the "
+                "sqlite3 shell's .recover",
+            )
+
+    async def _check_aside(self) -> None:
+        if problems := await asyncio.to_thread(self.db.check):
+            log.critical("the store is damaged: %s", problems[0])
 
     async def start(self) -> None:
         """Declare the topics of external brokers, and record that this worker is alive.
@@ -145,6 +168,11 @@ def adapter(kind: str, url: str) -> Callable[..., Any]:
     return opener
 
 
+def has_state(url: str) -> bool:
+    """Return False if the URL names a SQLite file that does not exist yet."""
+    return not url.startswith("sqlite:") or Path(url.removeprefix("sqlite:")).exists()
+
+
 def open_stores(
     config: Config,
     *,
@@ -158,14 +186,11 @@ def open_stores(
 
     Raises ConfigError or Unreachable, and then closes the stores that were already open.
     """
-    if (
-        not create
-        and config.ledger.url.startswith("sqlite:")
-        and not Path(config.ledger.url.removeprefix("sqlite:")).exists()
-    ):
-        raise NoState(
+    if not create and not has_state(config.ledger.url):
+        raise Unreachable(
             f"there is no Penstock state in {config.state.dir}",
-            hint="run `penstock push URL` or `penstock run FILE` here first, or name another place with --state",
+            hint="run `penstock push URL` or `penstock run FILE` here first, "
+            "or name another place with --state",
         )
     adapter("brokers", config.broker.url)
     _refuse_missing(config)
@@ -214,8 +239,9 @@ def _refuse_missing(config: Config) -> None:
             f"PENSTOCK_{name.upper()}_URL={file}" for name, (_, file) in missing.items()
         )
         scheme = config.broker.url.partition(":")[0]
+        names = f"the {', the '.join(missing)} {'is' if len(missing) == 1 else 'are'}"
         raise ConfigError(
-            f"the {', the '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set, and a {scheme} broker cannot keep what the fleet must share",
+            f"{names} not set, and a {scheme} broker cannot store the state that a fleet shares",
             hint=f"set {variables} (or, for one machine only, {alone})",
         )
 
@@ -241,20 +267,14 @@ class Politeness:
     def __init__(
         self, config: Config, *, clock: Clock | None = None, rng: random.Random | None = None
     ) -> None:
-        url = config.claims.url
-        self.shared = not url.startswith("sqlite:") or Path(url.removeprefix("sqlite:")).exists()
-        url = url if self.shared else "sqlite::memory:"
+        url = config.claims.url if has_state(config.claims.url) else "sqlite::memory:"
         self.clock: Clock = clock or SystemClock()
         self.context = Context(
             config, self.clock, rng or random.Random(), worker=worker_id(), inline=True
         )
         try:
             self.claims: SqlClaims | ClaimServer = adapter("claims", url)(url, self.context)
-            self.proxies: FleetProxyHealth = (
-                SqlProxies(self.claims.db, self.clock)
-                if isinstance(self.claims, SqlClaims)
-                else self.claims.proxies
-            )
+            self.proxies = proxies_of(self.claims, self.clock)
         except BaseException:
             self.context.close()
             raise

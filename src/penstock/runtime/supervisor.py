@@ -19,7 +19,8 @@ from pathlib import Path
 
 from penstock.config.schema import Config
 from penstock.errors import OK, RAN_WITH_FAILURES, UNREACHABLE, PenstockError
-from penstock.runtime.process import Running
+from penstock.runtime.early_signals import sigterm_received
+from penstock.runtime.process import WorkerProcess
 
 log = logging.getLogger("penstock")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -37,22 +38,24 @@ def run_command(
 ) -> int:
     """Run workers until a signal, or until idle. Return the exit code."""
     # This checks the pipeline, so that an error is reported once and not by each worker.
-    running = Running(config, pipeline_file, roles=roles)
+    running = WorkerProcess(config, pipeline_file, roles=roles)
     if workers == 1:
         return run_worker(running, until_idle=until_idle)
     return _supervise(
         lambda: run_worker(
-            Running(config, pipeline_file, roles=roles), until_idle=until_idle, supervised=True
+            WorkerProcess(config, pipeline_file, roles=roles),
+            until_idle=until_idle,
+            supervised=True,
         ),
         workers,
     )
 
 
 def run_worker(
-    running: Running,
+    running: WorkerProcess,
     *,
     until_idle: bool,
-    opened: Callable[[Running], None] | None = None,
+    opened: Callable[[WorkerProcess], None] | None = None,
     supervised: bool = False,
 ) -> int:
     _keep_freed_memory()
@@ -61,7 +64,10 @@ def run_worker(
 
 
 async def _with_signals(
-    running: Running, until_idle: bool, opened: Callable[[Running], None] | None, supervised: bool
+    running: WorkerProcess,
+    until_idle: bool,
+    opened: Callable[[WorkerProcess], None] | None,
+    supervised: bool,
 ) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -81,6 +87,8 @@ async def _with_signals(
 
     for number in SIGNALS:
         loop.add_signal_handler(number, on_signal, number)
+    if sigterm_received():
+        return OK
     gc.collect()
     gc.freeze()  # objects of the start-up are not collected, so the collector need not visit them
     # Higher than the default: thousands of live events are in memory, and none of them is garbage.
@@ -151,6 +159,7 @@ def _supervise(work: Callable[[], int], n: int) -> int:
     # them.
     gc.freeze()
     before = {number: signal.signal(number, on_signal) for number in SIGNALS}
+    stopping += sigterm_received()
     try:
         for _ in range(n):
             start(replaces=False)
@@ -166,13 +175,11 @@ def _supervise(work: Callable[[], int], n: int) -> int:
                 )
                 time.sleep(max(0.0, RESTART_DELAY - (time.monotonic() - started)))
                 start(replaces=True)
-            elif code > 0 and not stopping:
-                codes.append(code)
-                # After a configuration or connection error, the other workers would fail alike.
-                if code != RAN_WITH_FAILURES:
-                    on_signal(signal.SIGTERM, None)
             elif code > 0:
                 codes.append(code)
+                # After a configuration or connection error, the other workers would fail alike.
+                if not stopping and code != RAN_WITH_FAILURES:
+                    on_signal(signal.SIGTERM, None)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import apsw
 
@@ -285,7 +285,7 @@ def _outages(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _transaction(db: Connection) -> Iterator[Tx]:
-    tx = cast(Tx, db)
+    tx = db.tx
     tx.execute("BEGIN IMMEDIATE")
     try:
         yield tx

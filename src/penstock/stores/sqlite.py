@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import apsw
 
@@ -22,7 +22,7 @@ from penstock.locks import FileLock
 from penstock.stores.group_commit import GroupCommitStore, Job, resolve, take
 from penstock.stores.sql import Tx
 from penstock.stores.sqlite_checks import refuse_network_file_system, single_writer_if_needed
-from penstock.stores.sqlite_connection import OUTAGE, connect, read_only
+from penstock.stores.sqlite_connection import OUTAGE, Connection, connect, read_only
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ class Database(GroupCommitStore):
         self._frames, self._checkpoint_at = 0, CHECKPOINT_FRAMES
         self._writer = connect(path, busy_seconds)
         self._writer.set_wal_hook(self._on_wal)
-        self._reader: apsw.Connection | None = None
+        self._reader: Connection | None = None
         self._queue: deque[Job[Any]] = deque()
         self._busy = False
         self._before_commit: list[Callable[[], object]] = []
@@ -304,7 +304,7 @@ class Database(GroupCommitStore):
         if group[0].error is not None:
             return  # BEGIN failed, so all jobs have failed
         try:
-            self.run_jobs(cast(Tx, self._writer), group, OUTAGE)
+            self.run_jobs(self._writer.tx, group, OUTAGE)
         except BaseException as e:
             self._fail(group, e)
 
@@ -359,12 +359,12 @@ class Database(GroupCommitStore):
 
     def read_now(self, work: Callable[[Tx], T]) -> T:
         if self.inline:
-            return work(cast(Tx, self._writer))
+            return work(self._writer.tx)
         if self._reader is None:
             self._reader = read_only(self.path, self._busy_timeout)
             self._reader.execute("PRAGMA cache_size=-16384")
         try:
-            return work(cast(Tx, self._reader))
+            return work(self._reader.tx)
         except OUTAGE as e:
             raise StoreUnavailable(
                 f"{self.path} cannot be read: {e}", hint="run `penstock doctor`"

@@ -6,11 +6,12 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import apsw
 
 from penstock.errors import Unreachable
+from penstock.stores.sql import Tx
 
 # Each connection is used by one thread at a time, so it needs no mutexes. They cost a tenth of
 # SQLite's time.
@@ -32,9 +33,14 @@ OUTAGE = (
 
 
 class Connection(apsw.Connection):
-    """Implements stores.sql.Tx."""
+    """A connection that is also the argument of `work(tx)`."""
 
     in_wal = False  # some file systems do not support WAL mode
+
+    @property
+    def tx(self) -> Tx:
+        """The connection with the types of `stores.sql`: apsw types its rows as `Any`."""
+        return cast(Tx, self)
 
     def each(self, sql: str, rows: Sequence[Any], /) -> list[bool]:
         """Return for each row whether the statement changed something.
@@ -115,7 +121,7 @@ def _open(path: str, busy_seconds: float) -> Connection:
         ) from e
 
 
-def read_only(path: str, busy_seconds: float) -> apsw.Connection:
-    c = apsw.Connection(path, flags=apsw.SQLITE_OPEN_READONLY | _ONE_THREAD)
+def read_only(path: str, busy_seconds: float) -> Connection:
+    c = Connection(path, flags=apsw.SQLITE_OPEN_READONLY | _ONE_THREAD)
     c.set_busy_timeout(int(busy_seconds * 1000))
     return c

@@ -15,19 +15,22 @@ import asyncio
 import itertools
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import Any, Protocol
+from concurrent.futures import CancelledError
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVarTuple
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
-from penstock.brokers.kafka.entries import BufferedMessage, Partition, Run
+from penstock.brokers.kafka.commits import CommitAnswer, CommitRequest
+from penstock.brokers.kafka.entries import BufferedMessage, Partition
 from penstock.brokers.kafka.message import read_runs
-from penstock.brokers.kafka.topics import Layout
-from penstock.brokers.kafka.url import Settings
+from penstock.brokers.kafka.topics import TopicAndPartition
 from penstock.rules.watermark import SPAN, Window, settled_ahead
 from penstock.stores.kafka_access import error_of, weightier
+
+if TYPE_CHECKING:
+    from penstock.brokers.kafka.group_reader import GroupReader
 
 MAX_POLL_MESSAGES = 500  # messages of one poll
 # Messages of a retry partition that are held until they are due. The others stay on the server.
@@ -58,74 +61,33 @@ _OUTAGES = (
 # Numbers all assignments of this process, so that a token of an earlier reader never equals a
 # token of a later one.
 _epochs = itertools.count(1)
-CommitRequest = list[tuple[Partition, int, str]]  # partition, watermark and metadata to commit
-
-
-class ReaderCallbacks(Protocol):
-    """Callbacks of the reader. They run in the event loop, in the order of the events."""
-
-    def on_assigned(self, parts: Sequence[Partition]) -> None: ...
-    def on_messages(self, runs: Sequence[Run]) -> None: ...
-    def on_revoking(self, at: Sequence[tuple[str, int]], answer: Future[CommitRequest]) -> None: ...
-    def on_lost(self, at: Sequence[tuple[str, int]]) -> None: ...
-    def on_revoked(self, parts: Sequence[Partition], confirmed: bool) -> None: ...
-    def on_committed(self, request: CommitRequest, error: KafkaError | None) -> None: ...
-    def on_ended(self, error: KafkaError | None) -> None: ...
+Ts = TypeVarTuple("Ts")
 
 
 class GroupConsumer:
     """Member of a consumer group. The thread starts with the object.
 
-    When `closing` is set, the consumer leaves the group and calls `on_ended`.
+    It calls the `on_…` methods of the reader in the event loop, in the order of the events. When
+    `closing` is set, the consumer leaves the group and calls `on_ended`.
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        plan: Layout,
-        group: str,
-        group_id: str,
-        lease: float,
-        loop: asyncio.AbstractEventLoop,
-        callbacks: ReaderCallbacks,
+        self, reader: GroupReader, loop: asyncio.AbstractEventLoop, group_id: str, lease: float
     ) -> None:
-        (
-            self.settings,
-            self.plan,
-            self.group,
-            self.group_id,
-            self.lease,
-            self._loop,
-            self._callbacks,
-        ) = (
-            settings,
-            plan,
-            group,
-            group_id,
-            lease,
-            loop,
-            callbacks,
-        )
-        self.commit_requests: deque[CommitRequest] = deque()
-        self._wakeup = threading.Event()
-        # A delivery is unsettled or a commit is in progress, so a commit request is likely.
-        self.busy = False
-        # A receive call waits for messages, so they are reported without being collected first.
-        self.has_receivers = False
+        self._reader, self._loop = reader, loop
+        self._group_id, self._lease = group_id, lease
+        self._commits, self._wakeup = reader.commits, reader.wakeup
         self.closing = self.abandoned = False
         self.outage: KafkaError | None = None
-        self._commit_in_progress: CommitRequest = []
-        self._partitions: dict[tuple[str, int], Partition] = {}
+        self._commit_in_progress: CommitAnswer | None = None
+        self._partitions: dict[TopicAndPartition, Partition] = {}
         # partitions that are paused or have received messages since the last check
         self._backpressure_checks: set[Partition] = set()
-        self._server_topics = {
-            server_topic.name: server_topic for server_topic in plan.server_topics
-        }
         self._newly_assigned = False
         self._last_probe = self._last_activity = 0.0
         threading.Thread(target=self._run, name=f"kafka-{group_id}", daemon=True).start()
 
-    def _call_in_loop(self, call: Callable[..., Any], *args: Any) -> None:
+    def _call_in_loop(self, call: Callable[[*Ts], object], *args: *Ts) -> None:
         try:
             self._loop.call_soon_threadsafe(call, *args)
         except RuntimeError:  # the loop is closed, and the owner did not close this consumer
@@ -137,7 +99,7 @@ class GroupConsumer:
         try:
             consumer = Consumer(self._configuration())
             consumer.subscribe(
-                [server_topic.name for server_topic in self.plan.server_topics],
+                [server_topic.name for server_topic in self._reader.plan.server_topics],
                 on_assign=self._on_assign,
                 on_revoke=self._on_revoke,
                 on_lost=self._on_lost,
@@ -148,16 +110,14 @@ class GroupConsumer:
             error = weightier(self.outage, error_of(e))
         finally:
             if consumer is not None:
-                try:
+                with suppress(KafkaException, RuntimeError):
                     consumer.close()
-                except (KafkaException, RuntimeError):
-                    pass
-            self._call_in_loop(self._callbacks.on_ended, error)
+            self._call_in_loop(self._reader.on_ended, error)
 
     def _configuration(self) -> dict[str, Any]:
-        s = self.settings
+        s = self._reader.settings
         conf: dict[str, Any] = {
-            "group.id": self.group_id,
+            "group.id": self._group_id,
             "enable.auto.commit": False,
             "enable.auto.offset.store": False,
             "auto.offset.reset": "earliest",
@@ -171,7 +131,7 @@ class GroupConsumer:
         if s.protocol == "consumer":
             conf["group.protocol"] = "consumer"
         else:
-            session = int(1000 * (s.session or max(6.0, self.lease)))
+            session = int(1000 * (s.session or max(6.0, self._lease)))
             conf |= {
                 "partition.assignment.strategy": "cooperative-sticky",
                 "session.timeout.ms": session,
@@ -180,85 +140,84 @@ class GroupConsumer:
             }
         return s.client() | conf | s.rdkafka
 
-    def wake(self) -> None:
-        """Wake the thread for a waiting receive call, a commit request or the end."""
-        self._wakeup.set()
-
     def _poll_once(self, consumer: Consumer) -> None:
         self._wakeup.clear()  # before the conditions are read that the event announces
         quiet = time.monotonic() - self._last_activity
         poll_timeout = (
             _IDLE_POLL
-            if not (self.busy or quiet < _BUSY_PERIOD)
+            if not (self._reader.handed_out or self._commits.uncommitted or quiet < _BUSY_PERIOD)
             else min(max(_MIN_BUSY_POLL, quiet / 8), _MAX_BUSY_POLL)
         )
         if self._partitions and not (
-            self.has_receivers or self.commit_requests or self._commit_in_progress or self.closing
+            self._reader.receivers_waiting
+            or self._commits.requests
+            or self._commit_in_progress is not None
+            or self.closing
         ):
             # No call waits for the thread. Polling only keeps the group membership.
             poll_timeout = 0
             self._wakeup.wait(_IDLE_POLL)
-        messages = consumer.consume(1, 0 if self.commit_requests else poll_timeout)
+        messages = consumer.consume(1, 0 if self._commits.requests else poll_timeout)
         if messages:
             messages += consumer.consume(
                 MAX_POLL_MESSAGES - 1, _FIRST_BATCH_WAIT if self._newly_assigned else 0
             )
             self._newly_assigned = False
             self._last_activity = time.monotonic()
-            self._handle_messages(messages)
+            runs = read_runs(messages, self._partitions, self._on_error)
+            if runs:
+                self.outage = None
+                self._backpressure_checks.update([run[0] for run in runs])
+                self._call_in_loop(self._reader.on_messages, runs)
         elif self.outage is not None and time.monotonic() > self._last_probe + _PROBE_INTERVAL:
             self._probe(consumer)
-        while self.commit_requests:
+        while self._commits.requests:
             self._last_activity = time.monotonic()
-            self._start_commit(consumer, self.commit_requests.popleft())
+            self._start_commit(consumer, *self._commits.requests.popleft())
         if self._backpressure_checks:
             self._apply_backpressure(consumer)
 
-    def _handle_messages(self, messages: Sequence[Any]) -> None:
-        runs = read_runs(messages, self._partitions, self._on_error)
-        if runs:
-            self.outage = None
-            self._backpressure_checks.update([run[0] for run in runs])
-            self._call_in_loop(self._callbacks.on_messages, runs)
-
-    def _start_commit(self, consumer: Consumer, request: CommitRequest) -> None:
-        live = [
-            item for item in request if self._partitions.get(item[0].topic_partition) is item[0]
+    def _offsets_of(self, request: CommitRequest) -> list[TopicPartition]:
+        """Return the offsets to commit, without those of partitions that are lost."""
+        return [
+            TopicPartition(*part.topic_partition, offset, metadata=metadata)
+            for part, offset, metadata in request
+            if self._partitions.get(part.topic_partition) is part
         ]
-        if not live:
-            self._call_in_loop(self._callbacks.on_committed, request, None)
+
+    def _start_commit(
+        self, consumer: Consumer, request: CommitRequest, answer: CommitAnswer
+    ) -> None:
+        offsets = self._offsets_of(request)
+        if not offsets:
+            self._call_in_loop(answer.set_result, None)
             return
-        self._commit_in_progress = request
+        self._commit_in_progress = answer
         try:
-            consumer.commit(offsets=_offsets_of(live), asynchronous=True)
+            consumer.commit(offsets=offsets, asynchronous=True)
         except KafkaException as e:
-            self._commit_in_progress = []
-            self._call_in_loop(self._callbacks.on_committed, request, error_of(e))
+            self._on_commit(error_of(e), ())
 
     def _on_commit(self, error: KafkaError | None, partitions: Sequence[TopicPartition]) -> None:
-        request, self._commit_in_progress = self._commit_in_progress, []
-        if not request:
+        answer, self._commit_in_progress = self._commit_in_progress, None
+        if answer is None:
             return
         failure = error or next((tp.error for tp in partitions if tp.error is not None), None)
         if failure is None:
             self.outage = None
-        self._call_in_loop(self._callbacks.on_committed, request, failure)
+        self._call_in_loop(answer.set_result, failure)
 
     def _apply_backpressure(self, consumer: Consumer) -> None:
         """Pause or resume each partition by its unsettled messages: count, size, offset range.
 
         Polling continues, so the membership is kept.
         """
-        now = time.monotonic()
+        now, settings = time.monotonic(), self._reader.settings
         for part in list(self._backpressure_checks):
-            count, size = (
-                part.received_count - part.settled_count,
-                part.received_bytes - part.settled_bytes,
-            )
-            window = RETRY_WINDOW if part.server_topic.delay else self.settings.window
+            window = RETRY_WINDOW if part.server_topic.delay else settings.window
             share = max(
-                count / window,
-                size / self.settings.window_bytes,
+                (part.received_count - part.settled_count) / window,
+                (part.received_bytes - part.settled_bytes) / settings.window_bytes,
                 (part.next_offset - part.last_watermark) / (SPAN - 2 * MAX_POLL_MESSAGES),
             )
             if (share >= 1 and not part.paused) or (
@@ -280,9 +239,9 @@ class GroupConsumer:
 
         A partition without a commit starts at its oldest message.
         """
-        parts, starts = [], []
+        reader, parts = self._reader, []
         committed = (
-            consumer.committed(partitions, timeout=self.settings.timeout) if partitions else []
+            consumer.committed(partitions, timeout=reader.settings.timeout) if partitions else ()
         )
         for tp in committed:
             if tp.error is not None:
@@ -291,11 +250,9 @@ class GroupConsumer:
             window: Window[BufferedMessage] = Window(
                 next(_epochs), start, settled_ahead(start, tp.metadata)
             )
-            part = self._partitions[tp.topic, tp.partition] = Partition(
-                self._server_topics[tp.topic], tp.partition, window, self.plan.topic, self.group
-            )
-            parts.append(part)
-            starts.append(TopicPartition(tp.topic, tp.partition, start))
+            parts.append(Partition(reader.plan, tp.topic, tp.partition, window, reader.group))
+        self._partitions |= {part.topic_partition: part for part in parts}
+        starts = [TopicPartition(*part.topic_partition, part.window.next) for part in parts]
         consumer.incremental_assign(starts)
         if starts:
             # librdkafka remembers the pause of a partition that this consumer had before. Without
@@ -303,46 +260,43 @@ class GroupConsumer:
             consumer.resume(starts)
         self._newly_assigned = True
         self.outage = None
-        self._call_in_loop(self._callbacks.on_assigned, parts)
+        self._call_in_loop(reader.on_assigned, parts)
 
     def _on_revoke(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         at = [(tp.topic, tp.partition) for tp in partitions]
         last: CommitRequest = []
-        if not self.abandoned:
-            answer: Future[CommitRequest] = Future()
-            self._call_in_loop(self._callbacks.on_revoking, at, answer)
+        if not (self.abandoned or self._loop.is_closed()):
+            work = asyncio.run_coroutine_threadsafe(self._reader.on_revoking(at), self._loop)
             try:
-                last = answer.result(self.settings.grace + 5)
-            except TimeoutError:
-                # The event loop is stuck. Its later settles are refused, and Kafka redelivers
-                # the messages.
-                answer.cancel()
-        live = [item for item in last if self._partitions.get(item[0].topic_partition) is item[0]]
-        confirmed = not live
-        if live:
+                last = work.result(self._reader.settings.grace + 5)
+            except (TimeoutError, CancelledError):
+                # The event loop is stuck or ends. Its later settles are refused, and Kafka
+                # redelivers the messages.
+                work.cancel()
+        offsets, confirmed = self._offsets_of(last), True
+        if offsets:
             try:
-                confirmed = all(
-                    tp.error is None
-                    for tp in consumer.commit(offsets=_offsets_of(live), asynchronous=False) or ()
-                )
+                answers = consumer.commit(offsets=offsets, asynchronous=False) or ()
+                confirmed = all(tp.error is None for tp in answers)
             except KafkaException:
                 confirmed = False
-        self._unassign(consumer, partitions)
-        self._call_in_loop(self._callbacks.on_lost, at)
-        self._call_in_loop(self._callbacks.on_revoked, [item[0] for item in last], confirmed)
+        self._drop(consumer, partitions, [part for part, _, _ in last], confirmed)
 
     def _on_lost(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         """Drop the partitions without a commit: other members own them already."""
-        self._unassign(consumer, partitions)
-        self._call_in_loop(self._callbacks.on_lost, [(tp.topic, tp.partition) for tp in partitions])
-        self._call_in_loop(self._callbacks.on_revoked, [], False)
+        self._drop(consumer, partitions, [], False)
 
-    def _unassign(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
-        for tp in partitions:
-            part = self._partitions.pop((tp.topic, tp.partition), None)
-            if part is not None:
-                self._backpressure_checks.discard(part)
+    def _drop(
+        self,
+        consumer: Consumer,
+        partitions: list[TopicPartition],
+        committed: Sequence[Partition],
+        confirmed: bool,
+    ) -> None:
+        at = [(tp.topic, tp.partition) for tp in partitions]
+        self._backpressure_checks -= {self._partitions.pop(a, None) for a in at}
         consumer.incremental_unassign(partitions)
+        self._call_in_loop(self._reader.on_lost, at, committed, confirmed)
 
     # -- outages -----------------------------------------------------------------------------------
 
@@ -355,15 +309,6 @@ class GroupConsumer:
     def _probe(self, consumer: Consumer) -> None:
         """Clear the outage if a server answers. The client only reports when servers go down."""
         self._last_probe = time.monotonic()
-        try:
+        with suppress(KafkaException):
             consumer.list_topics(timeout=1.0)
-        except KafkaException:
-            return
-        self.outage = None
-
-
-def _offsets_of(request: CommitRequest) -> list[TopicPartition]:
-    return [
-        TopicPartition(part.server_topic.name, part.number, offset, metadata=metadata)
-        for part, offset, metadata in request
-    ]
+            self.outage = None

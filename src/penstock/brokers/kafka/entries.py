@@ -5,7 +5,9 @@ Uses no Kafka client and no clock.
 
 from __future__ import annotations
 
-from penstock.brokers.kafka.topics import ServerTopic, position
+from collections.abc import Collection
+
+from penstock.brokers.kafka.topics import Layout, position
 from penstock.ports import Delivery
 from penstock.rules.watermark import Window
 
@@ -42,22 +44,18 @@ class Partition:
 
     def __init__(
         self,
-        server_topic: ServerTopic,
+        plan: Layout,
+        name: str,
         number: int,
         window: Window[BufferedMessage],
-        topic: str,
         group: str,
     ) -> None:
-        self.server_topic, self.number, self.window, self.topic, self.group = (
-            server_topic,
-            number,
-            window,
-            topic,
-            group,
-        )
-        self.topic_partition = (server_topic.name, number)
+        self.server_topic = next(found for found in plan.server_topics if found.name == name)
+        self.topic_partition = (name, number)
+        self.number, self.window = number, window
+        self.topic, self.group = plan.topic, group
         # position of a message: base | offset
-        self.base = position(server_topic.topic_index, number, 0)
+        self.base = position(self.server_topic.topic_index, number, 0)
         # Token of a first delivery. A message that is returned to the backlog gets a new token.
         self.token = window.epoch << 32
         self.received_count = self.received_bytes = self.settled_count = self.settled_bytes = 0
@@ -68,6 +66,34 @@ class Partition:
         self.lost = False  # another worker owns the partition
         # False if the partition was lost before the last commit was confirmed
         self.commit_confirmed = True
+
+    def count_settled(self, messages: Collection[BufferedMessage]) -> None:
+        self.settled_count += len(messages)
+        self.settled_bytes += sum(len(e.body) + MESSAGE_OVERHEAD for e in messages)
+
+    def restart(self, offset: int) -> None:
+        """Start again at `offset`, because the offsets went backwards.
+
+        The topic was recreated, or a server lost its newest messages. The recorded offsets belong
+        to other messages now.
+        """
+        self.count_settled(self.window.open.values())
+        self.window, self.last_watermark = Window(self.window.epoch, offset), offset
+
+    def retention_alarm(self, now: float, keep: float) -> str:
+        """Return a warning if the oldest unsettled message is older than half of the retention.
+
+        `keep` is the retention in seconds, or negative if the topic is not limited by time. Return
+        "" if there is no warning.
+        """
+        oldest = self.window.open.get(self.window.watermark)
+        if keep <= 0 or oldest is None or now - oldest.published_at <= keep / 2:
+            return ""
+        return (
+            f"{self.server_topic.name}, partition {self.number}: group {self.group} is"
+            f" {(now - oldest.published_at) / 3600:.1f} h behind and retention deletes after"
+            f" {keep / 3600:.1f} h, even unread messages: start more workers, or raise retention.ms"
+        )
 
 
 class BufferedMessage(  # type: ignore[misc]

@@ -8,22 +8,28 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from typing import Any
+import threading
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 
 import msgspec
 from confluent_kafka import KafkaError
 
-from penstock.brokers.kafka.consumer import CommitRequest, GroupConsumer
-from penstock.brokers.kafka.entries import MESSAGE_OVERHEAD, BufferedMessage, Partition, Run
-from penstock.brokers.kafka.topics import Layout
+from penstock.brokers.kafka.commits import CommitRequest, Commits
+from penstock.brokers.kafka.consumer import GroupConsumer
+from penstock.brokers.kafka.entries import (
+    MESSAGE_OVERHEAD,
+    BufferedMessage,
+    Partition,
+    Run,
+)
+from penstock.brokers.kafka.message import dead_letter, retry
+from penstock.brokers.kafka.producer import BatchProducer, Message
+from penstock.brokers.kafka.topics import Layout, TopicAndPartition
 from penstock.brokers.kafka.url import Settings, unavailable_error
 from penstock.errors import StoreUnavailable
-from penstock.model import Ack, Outcome
-from penstock.ports import Clock, Delivery
+from penstock.model import Ack, Dead, Outcome, Retry
+from penstock.ports import Clock, Delivery, Published
 from penstock.rules.handout import Backlog
-from penstock.rules.watermark import Window
 
 # After this many messages arrived together, a receive call with a partial batch waits this long
 # for more. Every batch costs a commit.
@@ -32,7 +38,6 @@ BURST_MESSAGES, BURST_WAIT = 16, 0.003  # messages, seconds
 # until the group settles a message.
 SKIP_COMMIT_DELAY = 0.2  # seconds
 RETENTION_CHECK_INTERVAL = 30.0  # seconds
-ForwardEarly = Callable[["GroupReader", BufferedMessage], Coroutine[Any, Any, None]]
 _log = logging.getLogger("penstock.brokers.kafka")
 
 
@@ -47,50 +52,35 @@ class GroupReader:
         settings: Settings,
         plan: Layout,
         group: str,
-        group_id: str,
         clock: Clock,
+        producer: BatchProducer,
+        retention: Mapping[str, float],
         *,
+        group_id: str,
         lease: float,
-        forward_early: ForwardEarly,
     ) -> None:
-        self.settings, self.plan, self.group, self.group_id, self.clock, self.lease = (
-            settings,
-            plan,
-            group,
-            group_id,
-            clock,
-            lease,
-        )
+        self.settings, self.plan, self.group, self.clock = settings, plan, group, clock
+        self._producer = producer
+        self._retention = retention  # server-side name -> seconds
         self.backlog: Backlog[BufferedMessage] = Backlog(ordered=plan.ordered)
-        self.partitions: dict[tuple[str, int], Partition] = {}
+        self.partitions: dict[TopicAndPartition, Partition] = {}
         self.handed_out: dict[int, BufferedMessage] = {}  # position -> unsettled delivery
-        self.warnings: dict[tuple[str, int], str] = {}
-        self.retention: dict[str, float] = {}
-        # moves a message that is not due to the next retry topic
-        self._forward_early = forward_early
+        self._warned: set[TopicAndPartition] = set()  # partitions with a logged retention alarm
         self._loop = asyncio.get_running_loop()
-        self._changed, self._assigned, self._revocation_progress = (
-            asyncio.Event(),
-            asyncio.Event(),
-            asyncio.Event(),
-        )
-        self._ended: asyncio.Future[None] = self._loop.create_future()
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_due: float | None = None  # when the timer for delayed messages fires
-        self._retention_timer: asyncio.TimerHandle | None = None
+        self._changed = asyncio.Event()
+        self._assigned = asyncio.Event()
+        self._revocation_progress = asyncio.Event()
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+        self._timer: asyncio.TimerHandle | None = None  # for delayed messages
         self._tasks: set[asyncio.Task[None]] = set()
         self._serial = itertools.count(1)
-        self._uncommitted: set[Partition] = set()  # partitions with settled, uncommitted messages
-        # callers waiting for the next commit
-        self._commit_waiters: list[asyncio.Future[None]] = []
-        # callers waiting for the commit in progress, None if there is no commit in progress
-        self._commit_in_progress: list[asyncio.Future[None]] | None = None
-        self._commit_request: CommitRequest = []  # offsets of the commit in progress
-        self._commit_started_at = 0.0
-        self._metadata_accepted, self._commit_scheduled = True, False
-        self._receivers_waiting = 0
+        self.wakeup = threading.Event()  # wakes the consumer thread
+        self.commits = Commits(settings, plan.topic, self.wakeup)
+        self._start_task(self.commits.run())
+        self._start_task(self._watch_retention())
+        self.receivers_waiting = 0
         self._in_burst, self._last_arrival = False, 0.0
-        self.consumer = GroupConsumer(settings, plan, group, group_id, lease, self._loop, self)
+        self.consumer = GroupConsumer(self, self._loop, group_id, lease)
 
     # -- receiving ---------------------------------------------------------------------------------
 
@@ -103,12 +93,8 @@ class GroupReader:
         Returns an empty list if no message arrives. Raises StoreUnavailable if the consumer has
         stopped, or has reported an outage and no message is available.
         """
-        if not self._assigned.is_set():
-            try:
-                async with asyncio.timeout(self.settings.timeout):
-                    await self._assigned.wait()
-            except TimeoutError:
-                self._raise_outage()
+        if not await _is_set(self._assigned, self.settings.timeout):
+            self._raise_outage()
         until = self._loop.time() + wait
         while True:
             while (
@@ -117,7 +103,7 @@ class GroupReader:
                 and self._loop.time() < min(until, self._last_arrival + BURST_WAIT)
             ):
                 await self._wait_for_messages(BURST_WAIT)
-            if self._ended.done():
+            if self.ended.done():
                 self._raise_outage()
                 raise StoreUnavailable(
                     f"the Kafka consumer of topic {self.plan.topic} is closed",
@@ -126,8 +112,11 @@ class GroupReader:
             got = self.backlog.take(limit, per_key, self.clock.now())
             if self.plan.ordered:
                 self._set_timer()  # `take` may have found a key whose next message is not due
+            for e in got:
+                e.holder = holder
+                self.handed_out[e.position] = e
             if got:
-                return self._hand_out(got, holder)
+                return got
             left = until - self._loop.time()
             if left <= 0:
                 self._raise_outage()
@@ -136,18 +125,13 @@ class GroupReader:
 
     async def _wait_for_messages(self, timeout: float) -> None:
         """Wake the consumer thread, and wait until it reports something or the timeout ends."""
-        self._receivers_waiting += 1
-        self.consumer.has_receivers = True
-        self.consumer.wake()
+        self.receivers_waiting += 1
+        self.wakeup.set()
         self._changed.clear()
         try:
-            async with asyncio.timeout(timeout):
-                await self._changed.wait()
-        except TimeoutError:
-            pass
+            await _is_set(self._changed, timeout)
         finally:
-            self._receivers_waiting -= 1
-            self.consumer.has_receivers = self._receivers_waiting > 0
+            self.receivers_waiting -= 1
 
     def _raise_outage(self) -> None:
         if self.consumer.outage is not None:
@@ -155,53 +139,47 @@ class GroupReader:
                 self.settings, self.consumer.outage, f"reading {self.plan.topic}"
             )
 
-    def _hand_out(self, entries: Sequence[BufferedMessage], holder: object) -> Sequence[Delivery]:
-        handed_out = self.handed_out
-        for e in entries:
-            e.holder = holder
-            handed_out[e.position] = e
-        self.consumer.busy = True
-        return entries
-
-    @property
-    def ended(self) -> bool:
-        return self._ended.done()
-
     def delayed_count(self) -> int:
         """Return how many messages wait here until due, except those in delayed retry topics."""
-        return sum(1 for e in self.backlog.delayed() if not e.part.server_topic.delay)
+        return sum(not e.part.server_topic.delay for e in self.backlog.delayed())
 
-    def progress(self) -> dict[tuple[str, int], tuple[int, Any]]:
-        """Return each partition's watermark and the settled offsets above it, committed or not."""
-        return {
-            at: (part.window.watermark, part.window.ahead) for at, part in self.partitions.items()
-        }
-
-    def drop_deleted(self, ends: Mapping[tuple[str, int], int]) -> None:
+    def drop_deleted(self, ends: Mapping[TopicAndPartition, int]) -> None:
         """Settle messages below these offsets, which the server has deleted, unless handed out."""
-        parts = [
-            (part, end) for at, end in ends.items() if (part := self.partitions.get(at)) is not None
-        ]
         deleted = [
             e
-            for part, end in parts
+            for at, part in self.partitions.items()
             for e in part.window.open.values()
-            if e.offset < end and e.holder is None
+            if e.offset < ends.get(at, 0) and e.holder is None
         ]
-        deleted_ids = set(map(id, deleted))
-        self.backlog.drop(lambda e: id(e) in deleted_ids)
+        self.backlog.drop(lambda e: e.offset < ends.get(e.part.topic_partition, 0))
         for e in deleted:
-            self.mark_settled(e)
-        self._start_commit()
+            self._mark_settled(e)
+        self.commits.start()
 
-    def find_held(self, delivery: Delivery) -> BufferedMessage | None:
-        """Return the delivery's message, or None if its token is outdated or its partition lost."""
-        e = self.handed_out.get(delivery.position)
-        return e if e is not None and e.token == delivery.token and not e.part.lost else None
+    def holds(self, d: Delivery) -> bool:
+        """Return True if the delivery's token is valid and its partition is not lost."""
+        e = self.handed_out.get(d.position)
+        return e is not None and e.token == d.token and not e.part.lost
+
+    def release_all(self, holder: object) -> None:
+        """Return the unsettled deliveries of a subscription to the backlog."""
+        for e in list(self.handed_out.values()):
+            if e.holder is holder and not e.settling:
+                self._return_to_backlog(e)
 
     # -- settling ----------------------------------------------------------------------------------
 
-    def acknowledge(
+    async def settle(self, items: Sequence[tuple[Delivery, Outcome]]) -> list[bool]:
+        """Settle deliveries. The result is False if the lease was lost."""
+        parts, others = self._acknowledge(items)
+        finished = len(others) < len(items) - parts.count(None)
+        if others:
+            finished = await self._settle_others(others) or finished
+        if finished:
+            await self._commit()
+        return [part is not None and part.commit_confirmed for part in parts]
+
+    def _acknowledge(
         self, items: Sequence[tuple[Delivery, Outcome]]
     ) -> tuple[list[Partition | None], list[tuple[BufferedMessage, Outcome]]]:
         """Settle the acks, and mark all other items as being settled.
@@ -227,7 +205,7 @@ class GroupReader:
             # Look up the window once per partition: items of one call often share a partition.
             if part is not last or opened is None:
                 last, opened = part, part.window.open
-                self._uncommitted.add(part)
+                self.commits.uncommitted.add(part)
                 if part.leaving:
                     self._revocation_progress.set()
             del handed_out[where], opened[e.offset]
@@ -237,18 +215,48 @@ class GroupReader:
                 self.backlog.free_key(e.key)
         return parts, others
 
-    def mark_settled(self, e: BufferedMessage) -> None:
-        """Mark the message as settled. The next `commit` commits it."""
+    async def _settle_others(self, others: Sequence[tuple[BufferedMessage, Outcome]]) -> bool:
+        """Settle items that are not acks. Return True if some of them must be committed."""
+        now = self.clock.now()
+        returned: list[tuple[BufferedMessage, float]] = []
+        copied: list[BufferedMessage] = []
+        copies: list[Message] = []
+        for e, outcome in others:
+            delay = outcome.delay if isinstance(outcome, Retry) else 0.0
+            if isinstance(outcome, Dead):
+                copies.append(dead_letter(self.plan.dead, e, outcome.reason))
+            elif (server_topic := self.plan.retry_topic_for(delay)) is not None:
+                copies.append(retry(server_topic.name, e, now + delay))
+            else:
+                returned.append((e, now + delay if delay > 0 else 0.0))
+                continue
+            copied.append(e)
+        try:
+            answers = await self._producer.send(copies)
+        finally:
+            for e, _ in others:
+                e.settling = False
+        if answers.count(Published.OK) < len(copies):
+            raise StoreUnavailable(
+                "Kafka did not confirm a retry or a dead letter",
+                hint="check that all Kafka servers are up: the settle is retried automatically",
+            )
+        for e, due in returned:
+            self._return_to_backlog(e, due)
+        for e in copied:
+            self._mark_settled(e)
+        return bool(copied)
+
+    def _mark_settled(self, e: BufferedMessage) -> None:
+        """Mark the message as settled. The next commit includes it."""
         part = e.part
         if self._remove_handed_out(e):
             del part.window.open[e.offset]
-            part.settled_count += 1
-            part.settled_bytes += len(e.body) + MESSAGE_OVERHEAD
-            self._uncommitted.add(part)
-            if self.plan.ordered:
-                self.backlog.free_key(e.key)
+            part.count_settled([e])
+            self.commits.uncommitted.add(part)
+            self.backlog.free_key(e.key)
 
-    def return_to_backlog(self, e: BufferedMessage, due: float = 0.0) -> None:
+    def _return_to_backlog(self, e: BufferedMessage, due: float = 0.0) -> None:
         """Return the message to the backlog, ready now or at `due`.
 
         If its partition is being revoked, the next owner of the partition receives the message.
@@ -256,17 +264,12 @@ class GroupReader:
         part = e.part
         if self._remove_handed_out(e):
             if e.holder is not None:  # a new token, so that the old delivery cannot be settled
-                e = msgspec.structs.replace(
-                    e, token=part.token | next(self._serial), settling=False, holder=None
-                )
+                e = msgspec.structs.replace(e, token=part.token | next(self._serial), holder=None)
                 part.window.open[e.offset] = e
             e.due = due
             if not part.leaving:
                 self.backlog.put(e, first=True)
                 self.backlog.free_key(e.key)
-                self.consumer.busy = bool(
-                    self.handed_out or self._uncommitted or self._commit_in_progress is not None
-                )
                 self._set_timer()
                 self._changed.set()
 
@@ -283,80 +286,26 @@ class GroupReader:
             self._revocation_progress.set()
         return True
 
-    async def commit(self) -> None:
+    async def _commit(self) -> None:
         """Commit all messages that are settled so far, and wait until Kafka confirms the commit.
 
-        With `commit_interval`, only schedule the commit. Raises StoreUnavailable if no confirmation
+        With `commit_interval`, only start the commit. Raises StoreUnavailable if no confirmation
         arrives in time. Then the messages are committed later.
         """
+        confirmed = self.commits.start()
         if self.settings.commit_interval:
-            if not self._commit_scheduled:
-                self._commit_scheduled = True
-                self._loop.call_later(self.settings.commit_interval, self._start_commit)
             return
-        future: asyncio.Future[None] = self._loop.create_future()
-        self._commit_waiters.append(future)
-        self._start_commit()
-        try:
-            async with asyncio.timeout(self.settings.timeout):
-                await future
-        except TimeoutError:
+        done, _ = await asyncio.wait(
+            (confirmed, self.ended),
+            timeout=self.settings.timeout,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        if not done:
             raise unavailable_error(
                 self.settings,
                 self.consumer.outage or KafkaError(KafkaError._TIMED_OUT),
                 f"committing {self.plan.topic}",
-            ) from None
-
-    def _start_commit(self) -> None:
-        """Start a commit, unless one is in progress. The next commit includes later settles."""
-        self._commit_scheduled = False
-        if self._commit_in_progress is not None:
-            # No answer arrived in time: a server failure may have lost it.
-            if self._loop.time() > self._commit_started_at + self.settings.timeout:
-                self.on_committed(self._commit_request, KafkaError(KafkaError._TIMED_OUT))
-            return
-        request = self._commit_request_for(part for part in self._uncommitted if not part.lost)
-        self._uncommitted.clear()
-        waiting, self._commit_waiters = self._commit_waiters, []
-        if request and not self._ended.done():
-            self._commit_in_progress = waiting
-            self._commit_request, self._commit_started_at = request, self._loop.time()
-            self.consumer.commit_requests.append(request)
-            self.consumer.wake()
-        else:
-            _resolve(waiting)
-
-    def _commit_request_for(self, parts: Iterable[Partition]) -> CommitRequest:
-        request = []
-        for part in parts:
-            part.last_watermark = part.window.watermark
-            request.append(
-                (
-                    part,
-                    part.last_watermark,
-                    part.window.metadata() if self._metadata_accepted else "",
-                )
             )
-        return request
-
-    def on_committed(self, request: CommitRequest, error: KafkaError | None) -> None:
-        waiting, self._commit_in_progress = self._commit_in_progress or [], None
-        if error is None:
-            _resolve(waiting)
-            if self._commit_waiters or self._uncommitted:
-                self._start_commit()
-            self.consumer.busy = bool(self.handed_out or self._commit_in_progress is not None)
-            return
-        if error.code() == KafkaError.OFFSET_METADATA_TOO_LARGE:
-            self._metadata_accepted = False
-            _log.warning(
-                "Kafka rejected the commit metadata of %s:"
-                " after a crash, messages settled out of order will be redelivered",
-                self.plan.topic,
-            )
-        self._commit_waiters = waiting + self._commit_waiters
-        self._uncommitted.update(part for part, _, _ in request if not part.lost)
-        self._loop.call_later(0.2, self._start_commit)
 
     # -- arrivals ----------------------------------------------------------------------------------
 
@@ -364,10 +313,6 @@ class GroupReader:
         self._assigned.set()
         for part in parts:
             self.partitions[part.topic_partition] = part
-        if self._retention_timer is None:
-            self._retention_timer = self._loop.call_later(
-                RETENTION_CHECK_INTERVAL, self._check_retention
-            )
 
     def on_messages(self, runs: Sequence[Run]) -> None:
         now, n = self.clock.now(), self.backlog.ready
@@ -389,28 +334,23 @@ class GroupReader:
                 for e in entries:
                     self._add_message(part, e, now)
                 part.last_watermark = part.window.watermark
-        self._in_burst, self._last_arrival = (
-            self.backlog.ready - n >= BURST_MESSAGES,
-            self._loop.time(),
-        )
+        if self.commits.uncommitted:  # skipped messages
+            self._loop.call_later(SKIP_COMMIT_DELAY, self.commits.start)
+        self._in_burst = self.backlog.ready - n >= BURST_MESSAGES
+        self._last_arrival = self._loop.time()
         self._set_timer()
         self._changed.set()
 
     def _add_message(self, part: Partition, e: BufferedMessage, now: float) -> None:
         """Add one message that may be settled already, or has a due time or a target group."""
         if e.offset < part.window.next:
-            self._reset_partition(part, e.offset)
+            self._drop_messages({part})
+            part.restart(e.offset)
         if not part.window.add(e.offset, e) or (e.target_group and e.target_group != self.group):
             # Skip the message: it was settled before a restart, or is for another group.
             part.window.settle(e.offset, part.window.epoch)
-            part.settled_count += 1
-            part.settled_bytes += len(e.body) + MESSAGE_OVERHEAD
-            self._uncommitted.add(part)
-            if not self._commit_scheduled:
-                self._commit_scheduled = True
-                self._loop.call_later(
-                    self.settings.commit_interval or SKIP_COMMIT_DELAY, self._start_commit
-                )
+            part.count_settled([e])
+            self.commits.uncommitted.add(part)
             return
         delay = part.server_topic.delay
         if delay is not None and e.published_at + delay > now:
@@ -419,50 +359,45 @@ class GroupReader:
         else:
             self._schedule(e, now)
 
-    def _reset_partition(self, part: Partition, offset: int) -> None:
-        """Start the partition again at `offset`, because its offsets went backwards.
-
-        The topic was recreated, or a server lost its newest messages. The recorded offsets belong
-        to other messages now.
-        """
-        self.backlog.drop(lambda e: e.part is part)
-        for where in [where for where, e in self.handed_out.items() if e.part is part]:
-            self.backlog.free_key(self.handed_out.pop(where).key)
-        part.settled_count += len(part.window)
-        part.settled_bytes += sum(len(e.body) + MESSAGE_OVERHEAD for e in part.window.open.values())
-        part.window, part.last_watermark = Window(part.window.epoch, offset), offset
+    def _drop_messages(self, parts: set[Partition]) -> None:
+        """Drop the buffered messages and the deliveries of these partitions."""
+        self.backlog.drop(lambda e: e.part in parts)
+        for e in [e for e in self.handed_out.values() if e.part in parts]:
+            del self.handed_out[e.position]
+            self.backlog.free_key(e.key)
 
     def _schedule(self, e: BufferedMessage, now: float) -> None:
         """Make the message ready if it is due. Otherwise delay it here or in a retry topic."""
-        left = e.not_before - now
-        e.due = 0.0
-        if left > 0:
-            if self.plan.retry_topic_for(left) is not None:
-                self._start_forwarding(e)
-                return
-            e.due = e.not_before
+        retry_topic = self.plan.retry_topic_for(e.not_before - now)
+        if retry_topic is not None:
+            self._start_task(self._forward_early(e, retry_topic.name))
+            return
+        e.due = e.not_before if e.not_before > now else 0.0
         self.backlog.put(e)
 
-    def _start_forwarding(self, e: BufferedMessage) -> None:
-        task = self._loop.create_task(self._forward_early(self, e))
+    async def _forward_early(self, e: BufferedMessage, retry_topic: str) -> None:
+        """Move a message that is not due to the next retry topic, then settle it here."""
+        answers = await self._producer.send([retry(retry_topic, e, e.not_before)])
+        if answers == [Published.OK]:
+            self._mark_settled(e)
+            await self._commit()
+        else:
+            self._return_to_backlog(e, self.clock.now() + 1.0)  # then it is forwarded again
+
+    def _start_task(self, work: Coroutine[None, None, None]) -> None:
+        task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def _set_timer(self) -> None:
-        due = self.backlog.next_due()
-        if due == self._timer_due:
-            return
-        self._timer_due = due
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = (
-            None
-            if due is None
-            else self._loop.call_later(max(0.0, due - self.clock.now()) + 0.001, self._on_timer)
-        )
+        due = self.backlog.next_due()
+        if due is not None:
+            left = max(0.0, due - self.clock.now())
+            self._timer = self._loop.call_later(left + 0.001, self._on_timer)
 
     def _on_timer(self) -> None:
-        self._timer_due = None
         now = self.clock.now()
         for e in self.backlog.pop_due(now):
             self._schedule(e, now)
@@ -471,111 +406,89 @@ class GroupReader:
 
     # -- leaving -----------------------------------------------------------------------------------
 
-    def on_revoking(self, at: Sequence[tuple[str, int]], answer: Future[CommitRequest]) -> None:
+    async def on_revoking(self, at: Sequence[TopicAndPartition]) -> CommitRequest:
+        """Wait up to `grace` seconds for unsettled deliveries, then give the partitions up.
+
+        A delivery in progress may already have sent its request, and redelivery would repeat it.
+        Return what the consumer commits before another member gets the partitions.
+        """
         parts = [self.partitions[a] for a in at if a in self.partitions]
         for part in parts:
             part.leaving = True
         self.backlog.drop(lambda e: e.part.leaving)
-        task = self._loop.create_task(self._finish_revocation(parts, answer))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _finish_revocation(
-        self, parts: Sequence[Partition], answer: Future[CommitRequest]
-    ) -> None:
-        """Wait up to `grace` seconds for unsettled deliveries, then give the partitions up.
-
-        A delivery in progress may already have sent its request, and redelivery would repeat it.
-        """
         until = self._loop.time() + (0.0 if self.consumer.closing else self.settings.grace)
         while (
             any(e.part in parts for e in self.handed_out.values())
             and (left := until - self._loop.time()) > 0
         ):
             self._revocation_progress.clear()
-            try:
-                async with asyncio.timeout(left):
-                    await self._revocation_progress.wait()
-            except TimeoutError:
-                pass
-        last = self._commit_request_for(parts)
-        self.on_lost([part.topic_partition for part in parts])
-        if not answer.cancelled():
-            answer.set_result(last)
+            await _is_set(self._revocation_progress, left)
+        last = self.commits.request_for(parts)
+        self._give_up(at)
+        return last
 
-    def on_lost(self, at: Sequence[tuple[str, int]]) -> None:
+    def _give_up(self, at: Iterable[TopicAndPartition]) -> None:
         parts = {part for a in at if (part := self.partitions.pop(a, None)) is not None}
+        self._drop_messages(parts)
         for part in parts:
             part.lost = part.leaving = True
-            part.commit_confirmed = False  # until `on_revoked` reports the last commit
-        self._uncommitted -= parts
-        self.backlog.drop(lambda e: e.part.lost)
-        for where in [where for where, e in self.handed_out.items() if e.part in parts]:
-            self.backlog.free_key(self.handed_out.pop(where).key)
-        for part in parts:
+            part.commit_confirmed = False  # until `on_lost` reports the last commit
             part.window.open.clear()
         self._revocation_progress.set()
         self._changed.set()
 
-    def on_revoked(self, parts: Sequence[Partition], confirmed: bool) -> None:
-        for part in parts:
+    def on_lost(
+        self, at: Sequence[TopicAndPartition], committed: Sequence[Partition], confirmed: bool
+    ) -> None:
+        self._give_up(at)
+        for part in committed:
             part.commit_confirmed = confirmed
-        self._start_commit()  # also ends the wait of callers whose partitions are lost
 
     async def close(self) -> None:
         """Commit the settled messages, leave the group, and wait until the consumer has ended."""
         self.consumer.closing = True
-        self.consumer.wake()
-        await self._ended
+        self.wakeup.set()
+        await self.ended
 
     def on_ended(self, error: KafkaError | None) -> None:
         self.consumer.outage = error or self.consumer.outage
-        self.consumer.busy = False
-        self.on_lost(list(self.partitions))
-        _resolve(self._commit_waiters + (self._commit_in_progress or []))
-        self._commit_waiters, self._commit_in_progress = [], None
-        for handle in (self._timer, self._retention_timer):
-            if handle is not None:
-                handle.cancel()
+        self._give_up(list(self.partitions))
+        if self._timer is not None:
+            self._timer.cancel()
         for task in self._tasks:
             task.cancel()
         self._assigned.set()
         self._changed.set()
-        if not self._ended.done():
-            self._ended.set_result(None)
+        if not self.ended.done():  # a cancelled `close` has cancelled it
+            self.ended.set_result(None)
 
     # -- retention ---------------------------------------------------------------------------------
 
+    async def _watch_retention(self) -> None:
+        while True:
+            await asyncio.sleep(RETENTION_CHECK_INTERVAL)
+            self._check_retention()
+
     def _check_retention(self) -> None:
         for at, text in self.alarms().items():
-            if at not in self.warnings:
+            if at not in self._warned:
                 _log.warning("%s", text)
-            self.warnings[at] = text
-        self._retention_timer = self._loop.call_later(
-            RETENTION_CHECK_INTERVAL, self._check_retention
-        )
+            self._warned.add(at)
 
-    def alarms(self) -> dict[tuple[str, int], str]:
-        """Return a warning for each partition that is too far behind.
-
-        The oldest unsettled message of such a partition is older than half of the retention.
-        """
-        now, found = self.clock.now(), {}
-        for at, part in self.partitions.items():
-            oldest = part.window.open.get(part.window.watermark)
-            keep = self.retention.get(part.server_topic.name, self.settings.retention)
-            if oldest is not None and keep > 0 and now - oldest.published_at > keep / 2:
-                found[at] = (
-                    f"{part.server_topic.name}, partition {part.number}: group {self.group} is"
-                    f" {(now - oldest.published_at) / 3600:.1f} h behind"
-                    " and retention deletes after"
-                    f" {keep / 3600:.1f} h, even unread messages:"
-                    " start more workers, or raise retention.ms"
-                )
-        return found
+    def alarms(self) -> dict[TopicAndPartition, str]:
+        """Return the warnings of partitions that are too far behind."""
+        now, default = self.clock.now(), self.settings.retention
+        found = {
+            at: part.retention_alarm(now, self._retention.get(at[0], default))
+            for at, part in self.partitions.items()
+        }
+        return {at: text for at, text in found.items() if text}
 
 
-def _resolve(futures: Sequence[asyncio.Future[None]]) -> None:
-    for future in futures:
-        if not future.done():
-            future.set_result(None)
+async def _is_set(event: asyncio.Event, timeout: float) -> bool:
+    """Wait until the event is set. Return False if the timeout ends first."""
+    try:
+        async with asyncio.timeout(timeout):
+            return await event.wait()
+    except TimeoutError:
+        return False

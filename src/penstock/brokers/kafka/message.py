@@ -9,12 +9,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 from confluent_kafka import KafkaError
 
+from penstock.brokers.dead_copies import dead_headers
 from penstock.brokers.kafka.entries import MESSAGE_OVERHEAD, BufferedMessage, Partition, Run
 from penstock.brokers.kafka.producer import Message
-from penstock.brokers.kafka.topics import NORMAL
+from penstock.brokers.kafka.topics import NORMAL, TopicAndPartition
 from penstock.model import mint
+from penstock.ports import Delivery, Out
 from penstock.rules.priority import class_of
 
 ID, NOT_BEFORE, GROUP, PRIORITY = (
@@ -27,35 +30,41 @@ ID, NOT_BEFORE, GROUP, PRIORITY = (
 
 def compose(
     topic: str,
-    id_: str,
-    key: str,
-    body: bytes,
-    headers: Mapping[str, str],
+    m: Out | Delivery,
     *,
     not_before: float = 0.0,
     group: str = "",
     priority: int = NORMAL,
 ) -> Message:
-    """Compose a message.
+    """Compose a copy of the message for a server-side topic.
 
     `group` is the only group that gets the message, or "" for all. `priority` is needed for topics
     that hold several priority classes.
     """
-    extra: dict[str, str | bytes | None] = {ID: id_}
+    extra: dict[str, str | bytes | None] = {ID: m.id}
     if not_before:
         extra[NOT_BEFORE] = repr(not_before)
     if priority != NORMAL:
         extra[PRIORITY] = str(priority)
     if group:
         extra[GROUP] = group
-    if headers:
-        extra |= headers
-    return topic, body, key if key.isascii() else key.encode("utf-8", "surrogatepass"), extra
+    extra |= m.headers
+    key = m.key if m.key.isascii() else m.key.encode("utf-8", "surrogatepass")
+    return topic, m.body, key, extra
+
+
+def retry(topic: str, d: Delivery, not_before: float) -> Message:
+    """Compose a copy that only the delivery's group gets."""
+    return compose(topic, d, not_before=not_before, group=d.group, priority=d.priority)
+
+
+def dead_letter(topic: str, d: Delivery, reason: str) -> Message:
+    return compose(topic, msgspec.structs.replace(d, headers=dead_headers(d, reason)))
 
 
 def read_runs(
     messages: Sequence[Any],
-    assigned: Mapping[tuple[str, int], Partition],
+    assigned: Mapping[TopicAndPartition, Partition],
     on_error: Callable[[KafkaError], None],
 ) -> list[Run]:
     """Return the received messages as runs of one partition, in the order of arrival.
@@ -81,7 +90,6 @@ def read_runs(
                 continue
             published_at = m.timestamp()[1] / 1000
         headers, key, body = m.headers(), m.key(), m.value()
-        e = None
         if (
             headers
             and len(headers) == 1
@@ -92,34 +100,30 @@ def read_runs(
         ):
             # Fast path for nearly all messages, but never for those of a retry topic.
             offset = m.offset()
-            try:
-                e = BufferedMessage(
-                    topic=part.topic,
-                    group=part.group,
-                    id=id_.decode(),
-                    key=key.decode(),
-                    body=body,
-                    headers={},
-                    position=part.base | offset,
-                    token=part.token,
-                    deliveries=1,
-                    priority=part.server_topic.priority,
-                    part=part,
-                    offset=offset,
-                    published_at=published_at,
-                )
-                size += len(body)
-            except UnicodeDecodeError:
-                pass
-        if e is None:
+            e = BufferedMessage(
+                topic=part.topic,
+                group=part.group,
+                id=id_.decode("utf-8", "replace"),
+                key=key.decode("utf-8", "replace"),
+                body=body,
+                headers={},
+                position=part.base | offset,
+                token=part.token,
+                deliveries=1,
+                priority=part.server_topic.priority,
+                part=part,
+                offset=offset,
+                published_at=published_at,
+            )
+        else:
             e = read_message(m, part)
-            size += len(e.body)
             plain = (
                 plain
                 and not e.not_before
                 and not e.target_group
                 and e.priority == part.server_topic.priority
             )
+        size += len(e.body)
         entries.append(e)
     if entries:
         runs.append(_run(part, entries, plain, size))
@@ -142,39 +146,30 @@ def read_message(m: Any, part: Partition) -> BufferedMessage:
     that it is the same on every delivery.
     """
     offset = m.offset()
-    id_, not_before, target_group, priority = "", 0.0, "", part.server_topic.priority
-    headers: dict[str, str] = {}
-    for name, value in m.headers() or ():
-        text = value.decode("utf-8", "replace") if value is not None else ""
-        if name == ID:
-            id_ = text
-        elif name == GROUP:
-            target_group = text
-        elif name == PRIORITY:
-            priority = class_of(int(text)) if text.isdecimal() else priority
-        elif name == NOT_BEFORE:
-            try:
-                not_before = float(text)
-            except ValueError:
-                continue
-            if not math.isfinite(not_before):
-                not_before = 0.0
-        else:
-            headers[name] = text
+    headers = {
+        name: value.decode("utf-8", "replace") if value is not None else ""
+        for name, value in m.headers() or ()
+    }
+    priority = headers.pop(PRIORITY, "")
+    try:
+        not_before = float(headers.pop(NOT_BEFORE, 0.0))
+    except ValueError:
+        not_before = 0.0
     return BufferedMessage(
         topic=part.topic,
         group=part.group,
-        id=id_ or mint("kafka", part.server_topic.name, str(part.number), str(offset)),
+        id=headers.pop(ID, "")
+        or mint("kafka", part.server_topic.name, str(part.number), str(offset)),
         key=(m.key() or b"").decode("utf-8", "replace"),
         body=m.value() or b"",
         headers=headers,
         position=part.base | offset,
         token=part.token,
         deliveries=1,
-        priority=priority,
+        priority=class_of(int(priority)) if priority.isdecimal() else part.server_topic.priority,
         part=part,
         offset=offset,
         published_at=m.timestamp()[1] / 1000,
-        not_before=not_before,
-        target_group=target_group,
+        not_before=not_before if math.isfinite(not_before) else 0.0,
+        target_group=headers.pop(GROUP, ""),
     )

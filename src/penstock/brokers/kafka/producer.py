@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -145,39 +145,30 @@ class BatchProducer:
             self._thread.start()
         return self._producer
 
-    async def send_all(self, messages: Sequence[Message]) -> list[Published]:
-        return await self.send(len(messages), lambda: messages)
-
-    async def send(self, n: int, compose: Callable[[], Iterable[Message]]) -> list[Published]:
-        """Send `n` messages and return one result for each.
+    async def send(self, messages: Sequence[Message]) -> list[Published]:
+        """Send messages and return one result for each.
 
         `ok` means that all in-sync replicas have the message, `full` that the local queue was full,
         and `unknown` that the message may be written.
-
-        `compose` creates the messages one by one, so that they are not kept in memory. It is called
-        again if some messages failed.
         """
-        if not n:
+        if not messages:
             return []
         batch, fatal = _Batch(asyncio.get_running_loop()), False
-        report, answers = batch.report, [_OK] * n
+        report, answers = batch.report, [_OK] * len(messages)
         try:
             produce = self._open().produce
         except KafkaException:
-            return [_FAILED] * n
-        refused = 0
-        for index, (topic, value, key, headers) in enumerate(compose()):
+            return [_FAILED] * len(messages)
+        for index, (topic, value, key, headers) in enumerate(messages):
             try:
                 # Positional arguments, because keyword arguments make the call a third slower.
                 produce(topic, value, key, _BY_KEY, report, report, 0, headers)
             except BufferError:
                 answers[index] = Published.FULL
-                refused += 1
             except KafkaException as e:
                 fatal = fatal or e.args[0].code() == KafkaError._FATAL
                 answers[index] = _FAILED
-                refused += 1
-        batch.expected = n - refused
+        batch.expected = answers.count(_OK)
         self._wakeups.put(True)
         if batch.reported == batch.expected:
             batch.finish()
@@ -187,7 +178,7 @@ class BatchProducer:
         except TimeoutError:
             answers = [_UNKNOWN if answer is _OK else answer for answer in answers]
         if batch.failures:
-            batch.mark_failures(compose(), answers)
+            batch.mark_failures(messages, answers)
         # An idempotent producer that lost its sequence number cannot continue. The next `send`
         # opens a new producer.
         if fatal:

@@ -26,19 +26,12 @@ from penstock.brokers.kafka.url import Settings, unavailable_error, unreachable_
 from penstock.config.units import write_duration
 from penstock.errors import ConfigError
 from penstock.ports import TopicSpec
-from penstock.rules.priority import WEIGHTS, class_of
+from penstock.rules.priority import WEIGHTS
 from penstock.rules.watermark import settled_ahead
 from penstock.stores.kafka_access import error_of, weightier
 
 _api: Any = _admin  # the library does not export these names to type checkers
-EARLIEST, LATEST = _api.OffsetSpec.earliest(), _api.OffsetSpec.latest()
-
-
-def at_time(when: float) -> Any:
-    """Return the offset specification of the first message published at `when` or later."""
-    return _api.OffsetSpec.for_timestamp(int(when * 1000))
-
-
+TopicAndPartition = tuple[str, int]  # server-side name and partition number
 NORMAL = 1
 DEAD = ".dead"
 # Suffixes of the priority classes. Normal has none, so that other programs find the topic.
@@ -66,6 +59,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     topic: str
     ordered: bool
     classes: tuple[ServerTopic, ...]  # by priority, or only one for ordered topics
+    names: tuple[str, ...]  # server-side topics for messages that are due, by priority class
     # Shortest delay first. The first has a delay of 0 s, for messages replayed to one group.
     retries: tuple[ServerTopic, ...]
     dead: str
@@ -73,14 +67,6 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def server_topics(self) -> tuple[ServerTopic, ...]:
         return self.classes + self.retries
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Return the server-side topic names for messages that are due, by priority class."""
-        return tuple(self.for_priority(priority).name for priority in range(len(WEIGHTS)))
-
-    def for_priority(self, priority: int) -> ServerTopic:
-        return self.classes[0] if len(self.classes) == 1 else self.classes[class_of(priority)]
 
     def retry_topic_for(self, delay: float) -> ServerTopic | None:
         """Return the retry topic with the longest delay that is at most `delay` seconds.
@@ -114,32 +100,31 @@ def layout(settings: Settings, namespace: str, topic: str, *, ordered: bool) -> 
     bare = server_name(namespace, topic)
     # A topic of dead letters has no priority classes and no retries. A dead letter that fails again
     # stays in the same topic.
-    if topic.endswith(DEAD):
+    dead_letters = topic.endswith(DEAD)
+    if ordered or dead_letters:
         return Layout(
-            topic=topic, ordered=False, classes=(ServerTopic(bare, 0),), retries=(), dead=bare
-        )
-    if ordered:
-        return Layout(
-            topic=topic, ordered=True, classes=(ServerTopic(bare, 0),), retries=(), dead=bare + DEAD
+            topic=topic,
+            ordered=not dead_letters,
+            classes=(ServerTopic(bare, 0),),
+            names=(bare,) * len(WEIGHTS),
+            retries=(),
+            dead=bare if dead_letters else bare + DEAD,
         )
     classes = tuple(
         ServerTopic(bare + _CLASSES.get(p, ""), topic_index, p)
         for p, topic_index in ((0, 1), (NORMAL, 0), (2, 2))
     )
-    retries = tuple(
-        ServerTopic(f"{bare}.retry.{write_duration(d)}", 3 + i, NORMAL, d)
-        for i, d in enumerate((0.0, *settings.retry_levels))
+    return Layout(
+        topic=topic,
+        ordered=False,
+        classes=classes,
+        names=tuple(server_topic.name for server_topic in classes),
+        retries=tuple(
+            ServerTopic(f"{bare}.retry.{write_duration(d)}", 3 + i, NORMAL, d)
+            for i, d in enumerate((0.0, *settings.retry_levels))
+        ),
+        dead=bare + DEAD,
     )
-    return Layout(topic=topic, ordered=False, classes=classes, retries=retries, dead=bare + DEAD)
-
-
-class _NewTopic(msgspec.Struct, frozen=True, kw_only=True):
-    """Wanted configuration of a server-side topic."""
-
-    name: str
-    partitions: int
-    copies: int
-    config: dict[str, str]
 
 
 class PartitionLag(msgspec.Struct, frozen=True, kw_only=True):
@@ -236,31 +221,25 @@ class Topics:
         """
         if topic not in self.layouts:
             found = self.metadata(f"looking up topic {topic}").topics
-            plain = layout(self.settings, self.namespace, topic, ordered=False)
-            there = plain.classes[0].name in found
-            self.layouts[topic] = (
-                plain
-                if there or topic.endswith(DEAD)
-                else layout(self.settings, self.namespace, topic, ordered=True)
-            )
+            classed = server_name(self.namespace, topic) + _CLASSES[0] in found
+            self.layouts[topic] = layout(self.settings, self.namespace, topic, ordered=not classed)
         return self.layouts[topic]
 
     def ensure(self, topology: Sequence[TopicSpec]) -> list[str]:
         cluster = self.metadata("creating topics", first=True)
         drift: list[str] = []
-        wanted: dict[str, _NewTopic] = {}
-        last: dict[str, _NewTopic] = {}
+        wanted: dict[str, Any] = {}
+        last: dict[str, Any] = {}
         for spec in topology:
             bare = server_name(self.namespace, spec.name)
             classed = bare + _CLASSES[0] in cluster.topics
-            ordered = spec.ordered and not classed
             if spec.ordered and classed:
                 drift.append(
                     f"topic {spec.name}: ordered is False on the server and True in the"
                     f" configuration: delete its topics ({bare}, {bare}.*) to change that"
                 )
             plan = self.layouts[spec.name] = layout(
-                self.settings, self.namespace, spec.name, ordered=ordered
+                self.settings, self.namespace, spec.name, ordered=spec.ordered and not classed
             )
             self.groups.setdefault(spec.name, set()).update(spec.groups)
             if (
@@ -295,37 +274,27 @@ class Topics:
 
     def _new_topic(
         self, name: str, cluster: Any, spec: TopicSpec, *, retry: bool, keep: float = 0.0
-    ) -> _NewTopic:
+    ) -> Any:
         s = self.settings
         copies = min(s.replication, max(1, len(cluster.brokers)))
         small = retry or spec.name.endswith(DEAD)
-        config = {
-            "retention.ms": str(int(max(s.retention, spec.retention, keep) * 1000)),
-            "min.insync.replicas": str(min(copies, s.min_insync or (2 if copies > 2 else 1))),
-            "max.message.bytes": str(s.max_message),
-            "cleanup.policy": "delete",
-        }
-        return _NewTopic(
-            name=name,
-            partitions=max(1, s.partitions // 4) if small else s.partitions,
-            copies=copies,
-            config=config,
+        return _api.NewTopic(
+            name,
+            num_partitions=max(1, s.partitions // 4) if small else s.partitions,
+            replication_factor=copies,
+            config={
+                "retention.ms": str(int(max(s.retention, spec.retention, keep) * 1000)),
+                "min.insync.replicas": str(min(copies, s.min_insync or (2 if copies > 2 else 1))),
+                "max.message.bytes": str(s.max_message),
+                "cleanup.policy": "delete",
+            },
         )
 
-    def _create(self, topics: Sequence[_NewTopic]) -> None:
+    def _create(self, topics: list[Any]) -> None:
         if not topics:
             return
-        made = [
-            _api.NewTopic(
-                new.name,
-                num_partitions=new.partitions,
-                replication_factor=new.copies,
-                config=new.config,
-            )
-            for new in topics
-        ]
         for name, future in self.admin.create_topics(
-            made, operation_timeout=self.settings.timeout
+            topics, operation_timeout=self.settings.timeout
         ).items():
             try:
                 future.result(self.settings.timeout + 5)
@@ -346,47 +315,44 @@ class Topics:
                     ) from e
                 raise unreachable_error(self.settings, error_of(e), f"creating topic {name}") from e
         until = time.monotonic() + self.settings.timeout
-        names = {new.name for new in topics}
+        names = {new.topic for new in topics}
         # A new topic appears in the metadata of different servers at different times.
         while (
             not names <= self.metadata("creating topics").topics.keys() and time.monotonic() < until
         ):
             time.sleep(0.05)
 
-    def _compare(self, topics: Sequence[_NewTopic], cluster: Any) -> list[str]:
+    def _compare(self, topics: Sequence[Any], cluster: Any) -> list[str]:
         """Return a sentence for each difference between the server and the configuration.
 
         If the settings of a topic cannot be read, only its partitions and copies are compared.
         """
         drift = []
-        found = self.configs([new.name for new in topics])
+        found = self.configs([new.topic for new in topics])
         for new in topics:
-            there = cluster.topics[new.name]
+            partitions = cluster.topics[new.topic].partitions
+            copies = min((len(p.replicas) for p in partitions.values()), default=0)
             for what, have, want in (
-                ("partitions", len(there.partitions), new.partitions),
-                (
-                    "copies",
-                    min((len(p.replicas) for p in there.partitions.values()), default=0),
-                    new.copies,
-                ),
+                ("partitions", len(partitions), new.num_partitions),
+                ("copies", copies, new.replication_factor),
             ):
                 if have != want:
                     drift.append(
-                        f"topic {new.name}: {have} {what} on the server and {want} in the"
+                        f"topic {new.topic}: {have} {what} on the server and {want} in the"
                         " configuration; nothing was changed"
                     )
-            config = found.get(new.name, {})
+            config = found.get(new.topic, {})
             if "retention.ms" in config:
-                self.retention[new.name] = int(config["retention.ms"]) / 1000
+                self.retention[new.topic] = int(config["retention.ms"]) / 1000
             for name, value in new.config.items():
-                if name in config and config[name] != value:
+                if config.get(name, value) != value:
                     drift.append(
-                        f"topic {new.name}: {name} is {config[name]} on the server and {value} in"
+                        f"topic {new.topic}: {name} is {config[name]} on the server and {value} in"
                         " the configuration; nothing was changed"
                     )
             if int(config.get("retention.bytes", -1)) >= 0:
                 drift.append(
-                    f"topic {new.name}: retention.bytes is {config['retention.bytes']}, so unread"
+                    f"topic {new.topic}: retention.bytes is {config['retention.bytes']}, so unread"
                     " messages are deleted when the topic grows: set retention.bytes to -1"
                 )
         return drift
@@ -409,7 +375,7 @@ class Topics:
 
     # -- offsets -----------------------------------------------------------------------------------
 
-    def partitions(self, names: Iterable[str]) -> list[TopicPartition]:
+    def _partitions(self, names: Iterable[str]) -> list[TopicPartition]:
         found = self.metadata("counting partitions").topics
         return [
             TopicPartition(name, p)
@@ -418,55 +384,56 @@ class Topics:
             for p in sorted(found[name].partitions)
         ]
 
-    def offsets(
-        self, partitions: Sequence[TopicPartition], spec: Any
-    ) -> dict[tuple[str, int], Any]:
-        if not partitions:
-            return {}
-        found = self.wait_for(
-            self.admin.list_offsets(
-                {TopicPartition(tp.topic, tp.partition): spec for tp in partitions}
-            ),
-            "reading offsets",
+    def _offsets(
+        self, partitions: Iterable[TopicPartition], spec: Any
+    ) -> dict[TopicAndPartition, int]:
+        request = dict.fromkeys(partitions, spec)
+        found = (
+            self.wait_for(self.admin.list_offsets(request), "reading offsets") if request else {}
         )
-        return {(tp.topic, tp.partition): info for tp, info in found.items()}
+        return {(tp.topic, tp.partition): info.offset for tp, info in found.items()}
 
-    def read_lags(self, topic: str, group: str, names: Iterable[str]) -> list[PartitionLag]:
-        """Return the group's offsets in the partitions of these server-side topics.
+    def bounds(self, names: Iterable[str]) -> dict[TopicAndPartition, tuple[int, int]]:
+        """Return the offset of the oldest message and the end of each partition, in order."""
+        partitions = self._partitions(names)
+        low = self._offsets(partitions, _api.OffsetSpec.earliest())
+        end = self._offsets(partitions, _api.OffsetSpec.latest())
+        return {at: (low[at], end[at]) for at in sorted(end)}
+
+    def first_since(self, names: Iterable[str], when: float) -> dict[TopicAndPartition, int]:
+        """Return the offset of the first message published at `when` or later, -1 if none."""
+        return self._offsets(
+            self._partitions(names), _api.OffsetSpec.for_timestamp(int(when * 1000))
+        )
+
+    def read_lags(self, plan: Layout, group: str) -> dict[TopicAndPartition, PartitionLag]:
+        """Return the group's offsets in the partitions of the topic, except its dead letters.
 
         A group that never committed starts at the oldest message.
         """
-        partitions = self.partitions(names)
-        low, end = self.offsets(partitions, EARLIEST), self.offsets(partitions, LATEST)
-        committed: dict[tuple[str, int], TopicPartition] = {}
-        if partitions:
-            request = [ConsumerGroupTopicPartitions(self.group_id(topic, group), list(partitions))]
-            (answer,) = self.wait_for(
-                self.admin.list_consumer_group_offsets(request),
-                f"reading the offsets of group {group}",
-            ).values()
-            committed = {(tp.topic, tp.partition): tp for tp in answer.topic_partitions}
-        found = []
-        for at in sorted(end):
-            tp = committed.get(at)
-            offset = tp.offset if tp is not None and tp.offset >= 0 else -1
-            ahead = (
-                settled_ahead(offset, tp.metadata)
-                if tp is not None and offset >= 0
-                else frozenset()
+        bounds = self.bounds(server_topic.name for server_topic in plan.server_topics)
+        if not bounds:
+            return {}
+        request = ConsumerGroupTopicPartitions(
+            self.group_id(plan.topic, group), [TopicPartition(*at) for at in bounds]
+        )
+        (answer,) = self.wait_for(
+            self.admin.list_consumer_group_offsets([request]),
+            f"reading the offsets of group {group}",
+        ).values()
+        lags = {}
+        for tp in sorted(answer.topic_partitions):
+            low, end = bounds[tp.topic, tp.partition]
+            ahead = settled_ahead(tp.offset, tp.metadata)
+            lags[tp.topic, tp.partition] = PartitionLag(
+                topic=tp.topic,
+                partition=tp.partition,
+                low=low,
+                end=end,
+                committed=max(-1, tp.offset),
+                ahead=frozenset(offset for offset in ahead if low <= offset < end),
             )
-            alive = frozenset(o for o in ahead if low[at].offset <= o < end[at].offset)
-            found.append(
-                PartitionLag(
-                    topic=at[0],
-                    partition=at[1],
-                    low=low[at].offset,
-                    end=end[at].offset,
-                    committed=offset,
-                    ahead=alive,
-                )
-            )
-        return found
+        return lags
 
     def is_active(self, topic: str, group: str) -> bool:
         """Return True if the group has members. Then only they may change its offsets."""
@@ -483,19 +450,17 @@ class Topics:
                 self.settings, error_of(e), f"listing the members of group {group}"
             ) from e
 
-    def set_offsets(self, topic: str, group: str, offsets: Mapping[tuple[str, int], int]) -> None:
-        request = [
-            ConsumerGroupTopicPartitions(
-                self.group_id(topic, group),
-                [TopicPartition(name, p, offset) for (name, p), offset in offsets.items()],
-            )
-        ]
+    def set_offsets(self, topic: str, group: str, offsets: Mapping[TopicAndPartition, int]) -> None:
+        request = ConsumerGroupTopicPartitions(
+            self.group_id(topic, group),
+            [TopicPartition(*at, offset) for at, offset in offsets.items()],
+        )
         self.wait_for(
-            self.admin.alter_consumer_group_offsets(request),
+            self.admin.alter_consumer_group_offsets([request]),
             f"changing the offsets of group {group}",
         )
 
-    def delete_before(self, offsets: Mapping[tuple[str, int], int]) -> None:
-        request = [TopicPartition(name, p, offset) for (name, p), offset in offsets.items()]
+    def delete_before(self, offsets: Mapping[TopicAndPartition, int]) -> None:
+        request = [TopicPartition(*at, offset) for at, offset in offsets.items()]
         if request:
             self.wait_for(self.admin.delete_records(request), "deleting records")

@@ -1,0 +1,138 @@
+"""Periodic work of a worker process: maintenance, retention, and messages of an external broker."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+from penstock.config.schema import Config
+from penstock.engine.flusher import Flusher
+from penstock.engine.relay import RelayChores
+from penstock.errors import StoreUnavailable
+from penstock.ports import Clock, Transaction
+from penstock.runtime.stores import Stores
+
+log = logging.getLogger("penstock")
+RETENTION_INTERVAL = 60.0  # seconds
+
+
+class PeriodicWork:
+    """Tasks that run until they are cancelled."""
+
+    def __init__(self, config: Config, stores: Stores, flushers: Sequence[Flusher]) -> None:
+        self._config, self._stores, self._flushers = config, stores, flushers
+        self._clock = stores.clock
+        self.backlog = 0  # rows that wait for the slowest sink of this process
+
+    async def maintain(self) -> None:
+        """Run periodic work until cancelled.
+
+        The view of blocked hosts is read ten times a second. Ended workers, due delays and sink
+        backlogs are checked every second. Retention runs every minute.
+        """
+        beats = 0
+        while True:
+            await self._clock.sleep(0.1)
+            beats += 1
+            try:
+                await self._stores.claims.refresh()
+                if beats % 10 == 0:
+                    if self._config.proxies:
+                        await self._stores.proxies.refresh()
+                    for worker in await self._stores.maintenance.reclaim(
+                        self._stores.workers_directory
+                    ):
+                        log.warning("worker %s is gone; its work was taken back", worker)
+                    if self._stores.relay_chores is not None:
+                        await self._stores.relay_chores.heartbeat()
+                    await self._stores.maintenance.release_due()
+                    self.backlog = max([await f.backlog() for f in self._flushers], default=0)
+                if beats % int(RETENTION_INTERVAL * 10) == 0:
+                    await self._stores.proxies.prune()
+                    await retain(
+                        self._stores,
+                        pages_keep=self._config.pages.keep,
+                        pages_bytes=self._config.pages.max_bytes,
+                        history_keep=self._config.history.keep,
+                    )
+            except StoreUnavailable as e:
+                log.error("%s", e.message)
+                await self._clock.sleep(1.0)
+
+    async def relay(self, chores: RelayChores) -> None:
+        """Publish due messages on the external broker, and messages that the broker has lost.
+
+        This is a separate task from `maintain`. If the broker does not answer, this worker's
+        heartbeat must continue.
+        """
+        beats = 0
+        while True:
+            await self._clock.sleep(0.1)
+            beats += 1
+            try:
+                await chores.publish_due()
+                if beats % max(10, int(self._config.lease * 10)) == 0 and (
+                    again := await chores.recover()
+                ):
+                    log.warning(
+                        "the broker had lost %d messages of open events; they were published again",
+                        again,
+                    )
+            except StoreUnavailable as e:
+                log.warning("%s", e.message)
+                await self._clock.sleep(1.0)
+
+
+# -- retention -------------------------------------------------------------------------------------
+
+
+async def retain(
+    stores: Stores,
+    *,
+    pages_keep: float | None,
+    pages_bytes: int | None,
+    history_keep: float | None,
+    seconds: float = 5.0,
+) -> tuple[int, int]:
+    """Apply retention to pages, history and ended events. Return (pages removed, bytes freed).
+
+    Runs small transactions until all is deleted or `seconds` have passed.
+    """
+    until = stores.clock.now() + seconds
+    removed = freed = 0
+    while True:
+        pages, size = await stores.uow.write(
+            partial(_retain_pages, stores.clock, pages_keep, pages_bytes)
+        )
+        done = [pages, size, await stores.uow.write(lambda tx: tx.queue.prune())]
+        if history_keep is not None:
+            before = stores.clock.now() - history_keep
+            shared_claims = stores.external_claims is None
+            if stores.external_claims is not None:
+                await stores.external_claims.prune(before)
+            done.append(await stores.uow.write(partial(_retain_events, before, shared_claims)))
+        removed, freed = removed + pages, freed + size
+        if not any(done) or stores.clock.now() > until:
+            return removed, freed
+        await stores.clock.sleep(0.01)  # let other transactions write
+
+
+def _retain_pages(
+    clock: Clock, keep: float | None, max_bytes: int | None, tx: Transaction
+) -> tuple[int, int]:
+    tx.pages.sweep()
+    return tx.pages.prune(
+        older_than=None if keep is None else clock.now() - keep,
+        max_bytes=max_bytes,
+        keep=tx.maintenance.pages_needed,
+    )
+
+
+def _retain_events(before: float, shared_claims: bool, tx: Transaction) -> int:
+    # With external claims, an event that a claim still names is deleted too. Its URL is then
+    # fetched without a baseline.
+    if not shared_claims:
+        return tx.maintenance.prune(before, lambda key, id_: False)
+    tx.claims.prune(before)
+    return tx.maintenance.prune(before, tx.claims.references)
