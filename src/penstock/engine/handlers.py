@@ -18,7 +18,7 @@ from penstock.engine.recorder import Recorder
 from penstock.engine.settings import Options, Stage
 from penstock.engine.window import PrefetchWindow
 from penstock.errors import StoreUnavailable
-from penstock.model import ErrorClass, Failure, page_id
+from penstock.model import ErrorClass, Failure, Reason, page_id
 from penstock.ports import (
     Baseline,
     Clock,
@@ -32,6 +32,7 @@ from penstock.ports import (
     Response,
 )
 from penstock.rules import retry
+from penstock.rules.reasons import sentence
 
 CRASHES_BEFORE_ISOLATION = 2  # crashed starts. Then the page is extracted alone, in a child.
 
@@ -102,10 +103,12 @@ class Handlers:
             return
         if isinstance(e, asyncio.CancelledError):
             if self._window.stopping:
-                self._recorder.end(item, "release", reason="shutdown")
+                self._recorder.end(item, "release", reason=sentence(Reason.SHUTDOWN))
                 return
             failure = Failure(
-                ErrorClass.TRANSIENT, f"watchdog: not done after {self._options.deadline:g} s"
+                ErrorClass.TRANSIENT,
+                sentence(Reason.WATCHDOG, self._options.deadline),
+                code=Reason.WATCHDOG,
             )
         elif isinstance(e, StoreUnavailable):
             failure = Failure(ErrorClass.OURS, e.message)
@@ -162,7 +165,7 @@ class Handlers:
             if task is not None:
                 task.cancel()
         for item in held:
-            self._recorder.end(item, "release", reason="shutdown")
+            self._recorder.end(item, "release", reason=sentence(Reason.SHUTDOWN))
 
     # -- fetching ----------------------------------------------------------------------------------
 
@@ -206,7 +209,7 @@ class Handlers:
                 self._recorder.end(
                     item,
                     "success",
-                    reason="unchanged",
+                    reason=sentence(Reason.UNCHANGED),
                     response_status=304,
                     response_hash=b.response_hash,
                     extractors=b.extractors,
@@ -250,7 +253,9 @@ class Handlers:
             and b.extractors == self._signature(item.event.url)
             and not self._emit_unchanged
         ):
-            self._recorder.end(item, "success", reason="unchanged", extractors=b.extractors)
+            self._recorder.end(
+                item, "success", reason=sentence(Reason.UNCHANGED), extractors=b.extractors
+            )
         else:
             self._pass_on(item)
 
@@ -266,7 +271,12 @@ class Handlers:
             if body is None:
                 body = await self._pages.get(meta.page)
             if body is None:
-                raise Failure(ErrorClass.PERMANENT, "its stored page is gone", detail=meta.page)
+                raise Failure(
+                    ErrorClass.PERMANENT,
+                    sentence(Reason.PAGE_GONE),
+                    code=Reason.PAGE_GONE,
+                    detail=meta.page,
+                )
             item.meta, item.body = meta, body
             self._window.body_bytes += len(body)
             self._pass_on(item)
@@ -311,7 +321,8 @@ class Handlers:
         except Exception as e:
             f = Failure(
                 ErrorClass.OURS,
-                f"extraction is not available: {type(e).__name__}: {e}",
+                sentence(Reason.EXTRACTION, detail=f"{type(e).__name__}: {e}"),
+                code=Reason.EXTRACTION,
                 detail=traceback.format_exc(),
             )
             for item in items:
@@ -325,7 +336,8 @@ class Handlers:
         """End an event with its extraction result, or publish the result on `records`."""
         if x.error:
             kind = ErrorClass(x.kind or "permanent")
-            failure = Failure(kind, x.error, detail=x.detail, after=x.after)
+            code = x.code or Reason.OTHER
+            failure = Failure(kind, x.error, code=code, detail=x.detail, after=x.after)
             self._recorder.fail(item, "extract", failure)
         elif self._last == "extract":
             body = item.delivery.body
@@ -338,10 +350,11 @@ class Handlers:
             )
             self._publish(item, "writing", "records", message.write())
         else:
+            empty = sentence(Reason.EMPTY if x.matched else Reason.UNMATCHED)
             self._recorder.end(
                 item,
                 "success",
-                reason="" if x.records or x.links else "empty" if x.matched else "unmatched",
+                reason="" if x.records or x.links else empty,
                 records=x.records,
                 links=x.links,
                 extractors=self._signature(item.event.url),

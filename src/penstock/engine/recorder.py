@@ -15,11 +15,12 @@ from penstock.engine.outage import Outage
 from penstock.engine.settings import Options, Stage
 from penstock.engine.signals import Signals
 from penstock.engine.window import PrefetchWindow
-from penstock.model import ErrorClass, Failure
+from penstock.model import ErrorClass, Failure, Reason
 from penstock.ports import Clock, End
 from penstock.rules import retry
 from penstock.rules.fingerprint import fingerprint
 from penstock.rules.proxies import PoolExhausted
+from penstock.rules.reasons import sentence
 
 log = logging.getLogger("penstock.worker")
 
@@ -99,7 +100,10 @@ class Recorder:
                 )
                 return
             f = Failure(
-                ErrorClass.PERMANENT, f"too old to wait any longer: {f.reason}", detail=f.detail
+                ErrorClass.PERMANENT,
+                sentence(Reason.TOO_OLD, detail=f.reason),
+                code=Reason.TOO_OLD,
+                detail=f.detail,
             )
         decision = retry.decide(
             self._policies,
@@ -163,7 +167,7 @@ class Recorder:
 
 def _rejected(end: End, e: Exception) -> End:
     """Return the end of an event whose own end the ledger rejected."""
-    reason = f"the books refused it: {type(e).__name__}"
+    reason = sentence(Reason.UNRECORDED, detail=type(e).__name__)
     return End(
         event=end.event,
         delivery=end.delivery,

@@ -83,7 +83,7 @@ class ChildProcess:
     def __init__(self, zygote: ZygoteProcess, number: int, progress_index: int) -> None:
         self.number, self.progress_index, self.pid = number, progress_index, 0
         self.usable = True
-        self._zygote, self._limits, self._loop = zygote, zygote.limits, asyncio.get_running_loop()
+        self.zygote, self._limits, self._loop = zygote, zygote.limits, asyncio.get_running_loop()
         self._future: asyncio.Future[Reply] | None = None
         self._results: list[Any] = []
         self._count = self._token = 0
@@ -121,9 +121,6 @@ class ChildProcess:
         os.set_blocking(self._r, False)
         self._loop.add_reader(self._r, self._readable)
         self._reading = True
-
-    def belongs_to(self, zygote: ZygoteProcess) -> bool:
-        return self._zygote is zygote
 
     def _open_pipe(self) -> tuple[int, int]:
         r, w = os.pipe()
@@ -246,7 +243,7 @@ class ChildProcess:
         if flag is ResultFlag.DONE or flag is ResultFlag.RETIRE:
             if flag is ResultFlag.RETIRE:
                 self.usable = False
-                self._loop.call_later(1.0, self._zygote.signal, self.number, signal.SIGKILL)
+                self._loop.call_later(1.0, self.zygote.signal, self.number, signal.SIGKILL)
             if len(self._results) != self._count:
                 self._reject_output()
             elif self._future is not None and not self._future.done():
@@ -293,18 +290,18 @@ class ChildProcess:
 
     def _progress(self) -> tuple[int, float]:
         page_index, since = wire.PROGRESS.unpack_from(
-            self._zygote.progress, self.progress_index * wire.PROGRESS_BYTES
+            self.zygote.progress, self.progress_index * wire.PROGRESS_BYTES
         )
         return page_index, since
 
     def kill(self, reason: Reason, *facts: object, want_traceback: bool = False) -> None:
         self._note_end(reason, *facts)
         if want_traceback:  # on SIGABRT, faulthandler writes a traceback to the crash file
-            self._zygote.signal(self.number, signal.SIGABRT)
+            self.zygote.signal(self.number, signal.SIGABRT)
             self._kill_after_traceback()
         else:
-            self._zygote.signal(self.number, signal.SIGKILL)
-        self._loop.call_later(ZYGOTE_TIMEOUT, self._zygote.check_reaped, self.number)
+            self.zygote.signal(self.number, signal.SIGKILL)
+        self._loop.call_later(ZYGOTE_TIMEOUT, self.zygote.check_reaped, self.number)
 
     def _kill_after_traceback(self, *, again: bool = True) -> None:
         due = self._loop.time() + _TRACEBACK_TIMEOUT
@@ -314,14 +311,14 @@ class ChildProcess:
                 # This process was suspended, and the child may not have written its traceback.
                 self._kill_after_traceback(again=False)
             else:
-                self._zygote.signal(self.number, signal.SIGKILL)
+                self.zygote.signal(self.number, signal.SIGKILL)
 
         self._loop.call_at(due, end)
 
     def discard(self) -> None:
         """Kill the child, which is no longer needed."""
         self.usable = False
-        self._zygote.signal(self.number, signal.SIGKILL)
+        self.zygote.signal(self.number, signal.SIGKILL)
 
     def on_exit(self, exit_code: int) -> None:
         """Read the results that are still in the pipe, and finish the request."""

@@ -131,7 +131,8 @@ class Sandbox:
             # A hook has effects outside, so the change in progress is not repeated. The changes
             # after it have not started.
             if child_exit.page_index == finished or (stalled and not finished):
-                lines[rest.pop(0)] = f"its hook's process {_exit_phrase(child_exit)}"
+                was = "was " if child_exit.code is Reason.KILLED else ""
+                lines[rest.pop(0)] = f"its hook's process {was}{child_exit.reason}"
             stalled = not finished
             todo = rest
         return [lines[i] for i in range(len(changes))]
@@ -174,7 +175,7 @@ class Sandbox:
     def _idle_child(self, zygote: ZygoteProcess) -> ChildProcess | None:
         while self._idle:
             child = self._idle.pop()
-            if child.usable and child.belongs_to(zygote):
+            if child.usable and child.zygote is zygote:
                 return child
         return None
 
@@ -261,7 +262,3 @@ def _not_encodable(reason: str) -> Extracted:
         code=Reason.NOT_ENCODABLE,
         kind=ErrorClass.PERMANENT,
     )
-
-
-def _exit_phrase(child_exit: ChildExit) -> str:
-    return f"was {child_exit.reason}" if child_exit.code is Reason.KILLED else child_exit.reason

@@ -7,13 +7,13 @@ import asyncio
 import msgspec
 
 from penstock.fetching.sending import REDIRECTS, FetchOptions, Sender, keep
-from penstock.model import ErrorClass, Failure
+from penstock.model import ErrorClass, Failure, Reason
 from penstock.net.guard import NotResolved
 from penstock.ports import Clock, Pace, RobotsCache
 from penstock.rules import robots as rules
 from penstock.rules.identity import BadUrl, canonical_url, host_key, origin
 from penstock.rules.proxies import ProxyFailed
-from penstock.rules.verdict import Breach, breach, oversized
+from penstock.rules.verdict import breach, oversized
 
 _UNREACHABLE = 0  # status of an unreachable robots.txt, as defined by ports.RobotsCache
 
@@ -71,12 +71,12 @@ class RobotsTxt:
             return sent
         if known.status == _UNREACHABLE or known.status >= 500:
             raise breach(
-                Breach.ROBOTS_LATER,
+                Reason.ROBOTS_LATER,
                 f"{host} answered {known.status}" if known.status else host,
                 after=max(known.until - now, 1.0),
             )
         if not known.robots.allows(self._options.agent, url, canonical=True):
-            raise breach(Breach.ROBOTS)
+            raise breach(Reason.ROBOTS)
         return sent
 
     async def load(self, site: str, proxy: str | None) -> tuple[CachedRules, bool]:

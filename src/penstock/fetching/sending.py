@@ -11,7 +11,7 @@ from penstock.model import ErrorClass, Failure, Reason
 from penstock.ports import Clock, Fetcher, Pace, Response
 from penstock.rules.pace import LATE, MAX_RETRY_AFTER, parse_retry_after
 from penstock.rules.reasons import sentence
-from penstock.rules.verdict import Breach, breach
+from penstock.rules.verdict import breach
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -66,7 +66,7 @@ class Sender:
                 # first, because the event could be delayed for a long time.
                 await self._pace.refresh()
             if (wait := self._pace.blocked_until(host) - self._clock.now()) > 0:
-                raise breach(Breach.HELD, host, after=min(wait, MAX_RETRY_AFTER))
+                raise breach(Reason.HELD, host, after=min(wait, MAX_RETRY_AFTER))
             response = await self._fetcher.fetch(
                 url, method=method, headers=headers, body=body, proxy=proxy
             )

@@ -13,7 +13,7 @@ import msgspec
 from penstock.fetching.proxies import Proxies
 from penstock.fetching.robots import RobotsTxt
 from penstock.fetching.sending import REDIRECTS, FetchOptions, Sender, Sleep, keep
-from penstock.model import ErrorClass, Event, Failure
+from penstock.model import ErrorClass, Event, Failure, Reason
 from penstock.net.cookies import Jar
 from penstock.ports import (
     Baseline,
@@ -30,7 +30,7 @@ from penstock.ports import (
 from penstock.rules import proxies
 from penstock.rules.identity import BadUrl, canonical_url, host_key, origin
 from penstock.rules.robots import Robots
-from penstock.rules.verdict import Breach, breach, judge
+from penstock.rules.verdict import breach, judge
 
 __all__ = ["FetchOptions", "FetchStage"]
 
@@ -271,7 +271,7 @@ class FetchStage:
                     # Delay the event. Otherwise all waiting events would wait here in turn.
                     if not chain.hops and self._pace.voided(chain.host) >= started:
                         raise breach(
-                            Breach.HELD,
+                            Reason.HELD,
                             f"{chain.host}: robots.txt asks for more time between requests",
                             after=0.1,
                         )
@@ -311,7 +311,7 @@ class FetchStage:
             )
             if len(chain.hops) > o.max_redirects:
                 raise breach(
-                    Breach.REDIRECTS, f"more than {o.max_redirects}", status=response.status
+                    Reason.REDIRECTS, f"more than {o.max_redirects}", status=response.status
                 )
             chain.seen.add((chain.method, chain.url, cookies))
             self._redirect_to(
@@ -345,11 +345,11 @@ class FetchStage:
         if origin(target) != origin(chain.url):
             if chain.body is not None:
                 raise breach(
-                    Breach.NOWHERE, "the request's body would go to another origin", status=status
+                    Reason.NOWHERE, "the request's body would go to another origin", status=status
                 )
             chain.headers = {k: v for k, v in chain.headers.items() if k in _CROSS_ORIGIN_HEADERS}
         if (chain.method, target, self._cookies(chain, target)) in chain.seen:
-            raise breach(Breach.LOOP, status=status)
+            raise breach(Reason.LOOP, status=status)
         chain.url, chain.host = target, host_key(target, self._options.key_by)
 
     def _cookies(self, chain: _RedirectChain, url: str) -> str:
@@ -410,11 +410,11 @@ class FetchStage:
         try:
             target = canonical_url(location, url)
         except BadUrl as e:
-            raise breach(Breach.NOWHERE, e.reason, status=status) from None
+            raise breach(Reason.NOWHERE, e.reason, status=status) from None
         if (
             url.startswith("https:")
             and target.startswith("http:")
             and not self._options.allow_downgrade
         ):
-            raise breach(Breach.DOWNGRADE, status=status)
+            raise breach(Reason.DOWNGRADE, status=status)
         return target

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 import pycurl
 
-from penstock.model import Failure
+from penstock.model import Failure, Reason
 from penstock.net.body_budget import MIN_COUNTED_BYTES, BodyMemory
 from penstock.net.decoding import (
     BrokenCoding,
@@ -24,7 +24,7 @@ from penstock.net.decoding import (
 from penstock.net.guard import Guard, Target
 from penstock.net.headers import parse_head
 from penstock.ports import Done
-from penstock.rules.verdict import Breach, breach
+from penstock.rules.verdict import breach
 
 if TYPE_CHECKING:
     from penstock.net.transfer import Engine
@@ -254,9 +254,9 @@ class Exchange:
         except Failure as e:
             self.failure = e
         except OSError as e:
-            self.failure = breach(Breach.SOCKET, e.strerror or str(e))
+            self.failure = breach(Reason.SOCKET, e.strerror or str(e))
         except Exception as e:
-            self.failure = breach(Breach.FORBIDDEN, repr(e))
+            self.failure = breach(Reason.FORBIDDEN, repr(e))
         return pycurl.SOCKET_BAD
 
     def _on_ready(self, peer: str, local: str, port: int, local_port: int) -> int:
@@ -268,7 +268,7 @@ class Exchange:
         except Failure as e:
             self.failure = e
         except Exception as e:
-            self.failure = breach(Breach.FORBIDDEN, repr(e))
+            self.failure = breach(Reason.FORBIDDEN, repr(e))
         return 1  # PREREQFUNC_ABORT
 
     def _on_body(self, chunk: bytes) -> int | None:
@@ -294,17 +294,17 @@ class Exchange:
                 if self.size > MIN_COUNTED_BYTES:
                     bodies.count(self, self.size)
                 return None
-            self.failure = breach(Breach.BODY, f"{self.set_up.options.max_decoded_bytes} bytes")
+            self.failure = breach(Reason.BODY, f"{self.set_up.options.max_decoded_bytes} bytes")
         except Failure as e:
             self.failure = e
         except DecodedTooLarge:
-            self.failure = breach(Breach.DECODED, f"{self.set_up.options.max_decoded_bytes} bytes")
+            self.failure = breach(Reason.DECODED, f"{self.set_up.options.max_decoded_bytes} bytes")
         except TooManyCodings as e:
-            self.failure = breach(Breach.CODINGS, str(e))
+            self.failure = breach(Reason.CODINGS, str(e))
         except BrokenCoding as e:
-            self.failure = breach(Breach.CODING, str(e))
+            self.failure = breach(Reason.CODING, str(e))
         except Exception as e:
-            self.failure = breach(Breach.CODING, repr(e))
+            self.failure = breach(Reason.CODING, repr(e))
         return -1
 
     def read_head(self) -> dict[str, str]:
@@ -330,13 +330,13 @@ class Exchange:
         o = self.set_up.options
         age = now - self.started
         if age > o.total_timeout:
-            return breach(Breach.TOTAL, f"{o.total_timeout:g} s")
+            return breach(Reason.TOTAL, f"{o.total_timeout:g} s")
         if not self.ready_at:
             late = age > o.connect_timeout
-            return breach(Breach.CONNECT, f"{o.connect_timeout:g} s") if late else None
+            return breach(Reason.CONNECT, f"{o.connect_timeout:g} s") if late else None
         if not self.lines:
             late = now - self.ready_at > o.first_byte_timeout
-            return breach(Breach.FIRST_BYTE, f"{o.first_byte_timeout:g} s") if late else None
+            return breach(Reason.FIRST_BYTE, f"{o.first_byte_timeout:g} s") if late else None
         if self.headers is None and (large := self.oversized()) is not None:
             return large
         span = now - self.rate_start
@@ -346,7 +346,7 @@ class Exchange:
         slow = self.rate_start and got - self.rate_size < o.min_rate * span
         self.rate_start, self.rate_size = now, got
         text = f"{o.min_rate:g} bytes a second over {o.min_rate_span:g} s"
-        return breach(Breach.RATE, text) if slow else None
+        return breach(Reason.RATE, text) if slow else None
 
     def head_size(self) -> int:
         return sum(map(len, self.lines))
@@ -358,7 +358,7 @@ class Exchange:
         libcurl has another limit, 300 kB.
         """
         limit = self.set_up.options.max_header_bytes
-        return breach(Breach.HEADERS, f"{limit} bytes") if self.head_size() > limit else None
+        return breach(Reason.HEADERS, f"{limit} bytes") if self.head_size() > limit else None
 
     def take_body(self) -> bytes:
         if self.decoder is not None:

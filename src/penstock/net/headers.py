@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from penstock.rules.verdict import Breach, breach
+from penstock.model import Reason
+from penstock.rules.verdict import breach
 
 _END = [b"\r\n"]
 # Servers repeat most header lines in every response, so parsed lines are cached.
@@ -37,7 +38,7 @@ def parse_head(lines: list[bytes]) -> tuple[int, str, dict[str, str]]:
     while rest.startswith("HTTP/"):
         head, end, rest = rest.partition("\n\n")
     if not end:
-        raise breach(Breach.CUT)
+        raise breach(Reason.CUT)
     if "\n " in head or "\n\t" in head:
         head = _fold(" ", head)
     first, *fields = head.split("\n")

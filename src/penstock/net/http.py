@@ -28,7 +28,7 @@ from penstock.ports import Done, Response
 from penstock.rules.identity import BadUrl, authority, canonical_url
 from penstock.rules.proxies import ProxyFailed
 from penstock.rules.reasons import sentence
-from penstock.rules.verdict import LIMITS, Breach, breach, transport
+from penstock.rules.verdict import LIMITS, breach, transport
 
 __all__ = ["CurlFetcher", "HttpOptions", "parse_proxy"]
 
@@ -81,11 +81,11 @@ def parse_proxy(dsn: str) -> _Proxy:
         parts = urlsplit(dsn)
         port = parts.port
     except ValueError:
-        raise breach(Breach.BAD_PROXY, "its URL cannot be read") from None
+        raise breach(Reason.BAD_PROXY, "its URL cannot be read") from None
     if parts.scheme not in ("http", "https", "socks5", "socks5h"):
-        raise breach(Breach.BAD_PROXY, "its scheme is not http, https, socks5 or socks5h")
+        raise breach(Reason.BAD_PROXY, "its scheme is not http, https, socks5 or socks5h")
     if not parts.hostname or not port:
-        raise breach(Breach.BAD_PROXY, "its URL has no host or no port")
+        raise breach(Reason.BAD_PROXY, "its URL has no host or no port")
     return _Proxy(
         parts.scheme,
         parts.hostname,
@@ -142,7 +142,7 @@ class CurlFetcher:
         try:
             url = canonical_url(url)
         except BadUrl as e:
-            raise breach(Breach.BAD_URL, e.reason) from None
+            raise breach(Reason.BAD_URL, e.reason) from None
         self._check_open()
         set_up, engine = self._opened or self._open()
         via: _ProxyHop | None = None
@@ -285,7 +285,7 @@ class CurlFetcher:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise breach(Breach.CLOSED)
+            raise breach(Reason.CLOSED)
 
     def _pins(self, target: Target) -> tuple[str, ...]:
         """Return the checked addresses of a name.
@@ -320,7 +320,7 @@ class CurlFetcher:
         proxy = parse_proxy(dsn)
         if proxy.scheme == "socks5h" and not self.options.remote_dns:
             raise breach(
-                Breach.BAD_PROXY,
+                Reason.BAD_PROXY,
                 "socks5h resolves names at the proxy; use socks5, or allow it with remote_dns",
             )
         target = (
@@ -361,11 +361,11 @@ def _configure(
     given: dict[str, tuple[str, str | None]] = {}  # None removes a header that libcurl adds
     for name, value in (headers or {}).items():
         if name.lower() in _RESERVED or not _name(name) or not _value(value):
-            raise breach(Breach.BAD_REQUEST, f"header {name[:40]!r}")
+            raise breach(Reason.BAD_REQUEST, f"header {name[:40]!r}")
         given[name.lower()] = name, value
     if method != "GET" or body is not None:
         if method not in _METHODS:
-            raise breach(Breach.BAD_REQUEST, f"method {method[:20]!r}")
+            raise breach(Reason.BAD_REQUEST, f"method {method[:20]!r}")
         ex.plain = False
         if method == "HEAD":
             opt(pycurl.NOBODY, 1)
@@ -387,7 +387,7 @@ def _configure(
         try:
             opt(pycurl.HTTPHEADER, [line.encode() for line in lines])
         except UnicodeEncodeError:
-            raise breach(Breach.BAD_REQUEST, "a header is not text") from None
+            raise breach(Reason.BAD_REQUEST, "a header is not text") from None
     if via is not None:
         ex.plain = False
         proxy, address = via.proxy, via.target.ip
@@ -425,9 +425,9 @@ def _response(ex: Exchange, url: str) -> Response:
         headers = ex.read_head() if ex.headers is None else ex.headers
         body = ex.take_body()
     except BrokenCoding as e:
-        raise breach(Breach.CODING, str(e), status=ex.status) from None
+        raise breach(Reason.CODING, str(e), status=ex.status) from None
     except TooManyCodings as e:
-        raise breach(Breach.CODINGS, str(e), status=ex.status) from None
+        raise breach(Reason.CODINGS, str(e), status=ex.status) from None
     info = ex.curl.getinfo
     # By libcurl's clock, which starts slightly after `ex.started`.
     first_byte = info(pycurl.STARTTRANSFER_TIME)

@@ -12,8 +12,9 @@ from typing import Any
 
 import pycurl
 
+from penstock.model import Reason
 from penstock.net.exchange import Exchange, HttpOptions, OnEnd
-from penstock.rules.verdict import Breach, breach
+from penstock.rules.verdict import breach
 
 __all__ = ["Engine", "HttpOptions"]
 
@@ -85,7 +86,7 @@ class Engine:
 
     def close(self) -> None:
         for ex in list(self.active.values()):
-            ex.failure = breach(Breach.CLOSED)
+            ex.failure = breach(Reason.CLOSED)
             self.stop(ex)
         for timer in (self._curl_timer, self._timeout_timer):
             if timer is not None:

@@ -104,9 +104,7 @@ def machine(config: Config, facts_of: Callable[[Path], StoreFacts]) -> Iterator[
             if hasattr(there, "owner")
             else "chown it",
         )
-    encoding = (sys.stdout.encoding or "").lower().replace("-", "")
-    file_encoding = sys.getfilesystemencoding().lower().replace("-", "")
-    if "utf8" in (encoding, file_encoding) and file_encoding == "utf8":
+    if sys.getfilesystemencoding().lower().replace("-", "") == "utf8":
         yield Finding("locale", "ok", "UTF-8")
     else:
         yield Finding(

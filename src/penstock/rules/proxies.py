@@ -258,21 +258,8 @@ def pick(
     No table is needed. Each proxy has a score by hash and weight, and the best usable one is
     chosen. If a proxy fails, only its own sessions move.
     """
-    soonest, last = math.inf, Health()
     for pool in pools:
-        free = []
-        for member in pool.members:
-            until = cooling(view, member.id, host, now)
-            if until:
-                soonest = min(soonest, until)
-                last = max(
-                    last,
-                    view.get((member.id, host), last),
-                    view.get((member.id, ANY_HOST), last),
-                    key=lambda h: h.at,
-                )
-            else:
-                free.append(member)
+        free = [m for m in pool.members if not cooling(view, m.id, host, now)]
         if free:
             if session and pool.sticky:
                 return Choice(
@@ -281,7 +268,10 @@ def pick(
             return Choice(pool, _weighted(free, random))
     names = " and ".join(repr(p.name) for p in pools)
     word = "pool" if len(pools) == 1 else "pools"
-    if soonest < math.inf:
+    if members := [m.id for pool in pools for m in pool.members]:
+        soonest = min(cooling(view, member, host, now) for member in members)
+        known = [view.get((member, place)) for member in members for place in (host, ANY_HOST)]
+        last = max((health for health in known if health), key=lambda health: health.at)
         because = f" (last: {last.reason})" if last.reason else ""
         reason = sentence(Reason.POOL_COOLING, word, names, host, because)
         return Exhausted(soonest, reason, Reason.POOL_COOLING)

@@ -7,6 +7,8 @@ module must not change without a migration.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import cache
 from string import Formatter
 
 from penstock.model import Reason
@@ -160,26 +162,28 @@ def sentence(code: Reason, *facts: object, detail: object = "") -> str:
 
 def code_of(text: str | None) -> Reason:
     """Return the code of a stored sentence. Return OTHER for text of user code, and for no text."""
-    return next((code for fits, code in _PATTERNS if fits(text or "")), Reason.OTHER)
+    return next((code for fits, code in _patterns() if fits(text or "")), Reason.OTHER)
+
+
+@cache
+def _patterns() -> list[tuple[Callable[[str], object], Reason]]:
+    """Return a pattern for each sentence. Only operators' commands need them.
+
+    Longer sentences come first: "HTTP {}" also fits the sentence of an empty body.
+    """
+    sentences = [
+        *((text, code) for code, text in SENTENCES.items()),
+        *((text, code) for code, text in LIBCURL.values()),
+        *_OTHER_SENTENCES,
+    ]
+    found = [(_literals(text), code) for text, code in sentences]
+    found.sort(key=lambda entry: -sum(map(len, entry[0])))
+    return [
+        (re.compile(".*".join(map(re.escape, parts)) + r"(: .*| while .*)?", re.S).fullmatch, code)
+        for parts, code in found
+    ]
 
 
 def _literals(sentence: str) -> list[str]:
     """Return the parts of a sentence between its facts."""
     return [literal for literal, *_ in Formatter().parse(sentence + "{}")]
-
-
-# Longer sentences come first: "HTTP {}" also fits the sentence of an empty body.
-_PATTERNS = [
-    (re.compile(".*".join(map(re.escape, parts)) + r"(: .*| while .*)?", re.S).fullmatch, code)
-    for parts, code in sorted(
-        (
-            (_literals(text), code)
-            for text, code in (
-                *((text, code) for code, text in SENTENCES.items()),
-                *((text, code) for code, text in LIBCURL.values()),
-                *_OTHER_SENTENCES,
-            )
-        ),
-        key=lambda entry: -sum(map(len, entry[0])),
-    )
-]

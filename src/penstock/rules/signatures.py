@@ -96,7 +96,7 @@ def github(keys: Sequence[bytes], headers: Headers, body: bytes) -> str:
         hashlib.sha256,
         [_hex(_without_prefix(only(headers, "x-hub-signature-256"), "sha256="))],
     )
-    return _hash(body)
+    return hashlib.sha256(body).hexdigest()
 
 
 def stripe(
@@ -117,7 +117,7 @@ def stripe(
         hashlib.sha256,
         [_hex(value) for name, _, value in pairs if name.strip() == "v1"],
     )
-    return _hash(body)
+    return hashlib.sha256(body).hexdigest()
 
 
 def house(
@@ -141,7 +141,7 @@ def house(
             else only(headers, part.lower()).encode("latin-1")
         )
     _check_signatures(keys, signed, DIGESTS[shape.algorithm], [given])
-    return _hash(signed)
+    return hashlib.sha256(signed).hexdigest()
 
 
 def bearer(keys: Sequence[bytes], headers: Headers) -> None:
@@ -200,7 +200,3 @@ def canonical_base64(text: str) -> bytes:
     if base64.b64encode(raw).decode() != text:
         raise Forged("its signature is not canonical base64")
     return raw
-
-
-def _hash(signed: bytes) -> str:
-    return hashlib.sha256(signed).hexdigest()

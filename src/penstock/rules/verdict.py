@@ -106,11 +106,6 @@ def challenge(headers: Mapping[str, str], body: bytes) -> str:
     return ""
 
 
-def _is_html(headers: Mapping[str, str]) -> bool:
-    kind = headers.get("content-type", "")
-    return kind.startswith("text/html") or "html" in kind.lower()
-
-
 def judge(
     status: int,
     headers: Mapping[str, str],
@@ -127,7 +122,7 @@ def judge(
     the request allowed a 304.
     """
     if 200 <= status < 300:
-        if not _is_html(headers) or method == "HEAD":
+        if "html" not in headers.get("content-type", "").lower() or method == "HEAD":
             return None
         if len(body) < SMALL and not body.strip():
             return _response(_B, Reason.EMPTY_BODY, status) if status == 200 else None
@@ -222,7 +217,6 @@ LIMITS: dict[Reason, ErrorClass] = {
     Reason.SOCKET: _O,
     Reason.CLOSED: _O,
 }
-Breach = Reason  # the name that net and fetching use
 _TOO_LARGE = (Reason.HEADERS, Reason.BODY, Reason.DECODED, Reason.CODINGS)
 
 
