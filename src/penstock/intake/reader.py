@@ -187,8 +187,8 @@ class Reader:
     def _record(self, tx: Transaction, batch: Batch, taken: Taken) -> None:
         """Check the lock and the source's state, and count, in the transaction that accepts.
 
-        Raises Lost if another process has taken the lock. Raises SourceReset if an operator paused the
-        source or reset its cursor.
+        Raises Lost if another process has taken the lock. Raises SourceReset if an operator paused
+        the source or reset its cursor.
         """
         self._lock.verify(tx)
         self._check_state(tx.sources.state(self.source.name))

@@ -148,7 +148,7 @@ def pack(state: msgspec.Struct) -> bytes:
 
 
 def unpack(cursor: bytes | None, kind: type[S]) -> S | None:
-    """Decode a cursor. Return None if there is none, or if it is invalid or has another format.
+    """Decode a cursor. Return None if it is None, is invalid or has another format.
 
     Then the source is read from the start, with the same ids.
     """
@@ -163,7 +163,7 @@ def unpack(cursor: bytes | None, kind: type[S]) -> S | None:
 
 
 def validators(response: Response) -> tuple[str | None, str | None]:
-    """Return ETag and Last-Modified, or None for one that is missing or too long for a cursor."""
+    """Return ETag and Last-Modified. A missing header, or a header over the limit, is None."""
     etag, modified = map(response.headers.get, ("etag", "last-modified"))
     return (
         etag if etag and len(etag) <= MAX_VALIDATOR else None,

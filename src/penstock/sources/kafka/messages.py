@@ -79,16 +79,21 @@ class UnreadableMessage(Exception):
     """The message cannot be parsed. The text is a readable reason."""
 
 
-class MessageReader(msgspec.Struct, frozen=True, kw_only=True):
+class MessageOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of a source that decide how its messages are parsed."""
+
+    format: str = "auto"
+    operations: frozenset[str] = frozenset("cru")
+    tombstones: bool = False
+
+
+class MessageReader(MessageOptions, frozen=True, kw_only=True):
     """Parser for the messages of a topic.
 
     `topic_id` is part of the ids, because a topic that was deleted and created again starts again
     at offset 0.
     """
 
-    format: str = "auto"
-    operations: frozenset[str] = frozenset("cru")
-    tombstones: bool = False
     cluster: str = ""
     topic_id: str = ""
 

@@ -27,7 +27,13 @@ from penstock.errors import ConfigError, SourceDown, UsageError
 from penstock.ports import Batch, Finding
 from penstock.sources.base import BATCH, BaseSource, SourceContext
 from penstock.sources.kafka.client import Client
-from penstock.sources.kafka.messages import FORMATS, OPERATIONS, Message, MessageReader
+from penstock.sources.kafka.messages import (
+    FORMATS,
+    OPERATIONS,
+    Message,
+    MessageOptions,
+    MessageReader,
+)
 from penstock.stores.kafka import Topic, parse
 
 T = TypeVar("T")
@@ -57,10 +63,7 @@ _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder(Cursor).decode
 
 
-class KafkaOptions(msgspec.Struct, frozen=True, kw_only=True):
-    format: str = "auto"
-    operations: frozenset[str] = frozenset("cru")
-    tombstones: bool = False
+class KafkaOptions(MessageOptions, frozen=True, kw_only=True):
     group: str = ""
     start: str = "earliest"
 

@@ -48,24 +48,10 @@ SLOT_CHECK_INTERVAL = 1.0
 FULL_CHECK_INTERVAL = 0.25
 # Seconds between two heartbeats to an idle server, which drops a silent reader after 60 s.
 HEARTBEAT_INTERVAL = 1.0
-# A slot may still belong to a killed connection for this many seconds, and for this many checks.
-SLOT_RELEASE_TIMEOUT = 2.0
-SLOT_RELEASE_CHECKS = 20
-
-
-class SlotReleaseDeadline:
-    """Time limit for the server to release a slot.
-
-    It ends only after enough checks: a machine that was suspended has lost time without checking.
-    """
-
-    def __init__(self) -> None:
-        self._until = time.monotonic() + SLOT_RELEASE_TIMEOUT
-        self._left = SLOT_RELEASE_CHECKS
-
-    def may_wait(self) -> bool:
-        self._left -= 1
-        return self._left > 0 or time.monotonic() < self._until
+# A slot may still belong to a killed connection for this many checks, which take 2 s or longer.
+# Elapsed time would also count a suspended machine.
+SLOT_RELEASE_CHECKS = 40
+SLOT_RELEASE_INTERVAL = 0.05  # seconds between two of these checks
 
 
 class SlotReader:
@@ -220,19 +206,17 @@ class SlotReader:
 
     def _drop(self, session: Any) -> None:
         """Drop the slot when the server has noticed that its reader is disconnected."""
-        deadline = SlotReleaseDeadline()
-        while (
-            (slot := slots.find(self._s, session)) is not None
-            and slot.active_pid is not None
-            and deadline.may_wait()
-        ):
-            self.queue.pause(0.05)
+        for _ in range(SLOT_RELEASE_CHECKS):
+            slot = slots.find(self._s, session)
+            if slot is None or slot.active_pid is None:
+                break
+            self.queue.pause(SLOT_RELEASE_INTERVAL)
         slots.drop(self._s, session)
 
     def _start_replication(self, replication: Any, lsn: int) -> Any:
         """Start replication. Retry while the server still holds a killed reader's connection."""
         options = {"proto_version": "1", "publication_names": identifier(self._s.publication)}
-        deadline = SlotReleaseDeadline()
+        checks_left = SLOT_RELEASE_CHECKS
         while True:
             stream = replication.cursor()
             try:
@@ -245,9 +229,10 @@ class SlotReader:
                 )
                 return stream
             except psycopg2.errors.ObjectInUse:
-                if self.queue.stopping or not deadline.may_wait():
+                checks_left -= 1
+                if self.queue.stopping or not checks_left:
                     raise
-                self.queue.pause(0.05)
+                self.queue.pause(SLOT_RELEASE_INTERVAL)
 
     def _stream(self, session: Any, replication: Any, stream: Any, findings: Findings) -> None:
         decoder, spill = Decoder(), self._spill

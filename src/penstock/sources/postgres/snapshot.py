@@ -154,7 +154,7 @@ class Findings:
     """Converts changes of the log: which changes are used, their payload and id."""
 
     def __init__(self, s: CdcSettings, system: str, included: Included | None) -> None:
-        """`included`: inserts that were already read as existing rows, or None if there are none."""
+        """`included` decides which inserts were already read as existing rows."""
         self._operations, self._labels = s.operations, {table.label for table in s.tables}
         self._system, self._publication, self._included = system, s.publication, included
 
