@@ -16,7 +16,7 @@ MEMORY = 8192  # maximum number of hosts about which a process caches one kind o
 
 
 def usual_limits(configured: PaceConfig) -> pace.Limits:
-    """Return the limits of hosts without limits of their own."""
+    """Return the limits of hosts that have no own limits."""
     return pace.Limits(
         rate=None if configured.rate == math.inf else configured.rate,
         burst=configured.burst,

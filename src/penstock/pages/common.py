@@ -41,7 +41,7 @@ class Staged(StagedPages):
 
 
 class RemotePages:
-    """Base of page stores on a server. A table has a row for each page: hash, size, packed, seen."""
+    """Base of page stores on a server. The table of pages has hash, size, packed and seen."""
 
     remote = True
     table: str

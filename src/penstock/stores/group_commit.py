@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from penstock.errors import StoreUnavailable, Unreachable
-from penstock.stores.sql import Tx
+from penstock.stores.sql import SqlStore, Tx
 
 T = TypeVar("T")
 
@@ -42,13 +42,11 @@ def resolve(jobs: Sequence[Job[Any]]) -> None:
             job.future.set_result(None)
 
 
-class GroupCommitStore:
+class GroupCommitStore(SqlStore):
     """Base of SQL stores with group commit. `inline` runs each job on the caller's thread."""
 
-    path: str
-    durability: str
     inline: bool
-    rollbacks = 0  # callers that cache rows compare it: a cached row may be wrong after a rollback
+    rollbacks = 0
     _closed = False
 
     def _job(
@@ -115,6 +113,3 @@ class GroupCommitStore:
 
     async def close(self) -> None:
         self.close_now()
-
-    def close_now(self) -> None:
-        raise NotImplementedError

@@ -120,8 +120,7 @@ class LedgerTable(SqlTable):
     """Base of the ledger's tables that need its state, or write history and counters."""
 
     def __init__(self, tx: Tx, ledger: SqlLedger) -> None:
-        super().__init__(tx)
-        self._ledger = ledger
+        self._tx, self._ledger = tx, ledger
 
     def _count(self, topic: str, deltas: Mapping[str, int]) -> None:
         """Add to the counters of one topic."""

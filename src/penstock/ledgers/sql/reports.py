@@ -110,7 +110,8 @@ class SqlReports(SqlDeadLetterReports):
             queue=queue,
             letterless=int(
                 self._tx.execute(
-                    "SELECT count(*) FROM dead d JOIN event e ON e.id=d.event WHERE e.status<>'dead'"
+                    "SELECT count(*) FROM dead d JOIN event e ON e.id=d.event"
+                    " WHERE e.status<>'dead'"
                 ).get
             ),
             outbox=self._tx.execute(

@@ -244,10 +244,12 @@ class PostgresStore(GroupCommitStore):
 
     def outage(self, e: BaseException, what: str) -> StoreUnavailable:
         lines = str(e).strip().splitlines() or [type(e).__name__]
-        return StoreUnavailable(
+        outage = StoreUnavailable(
             f"{self.path} {what}: {self.address.without_secrets(lines[0])}",
             hint="check the server. Work continues automatically when it answers",
         )
+        outage.__cause__ = e
+        return outage
 
     # -- closing -----------------------------------------------------------------------------------
 
@@ -358,10 +360,10 @@ class _Writer:
             self._roll_back()
             if not is_outage(e):
                 return e
-            self._fail(group, self.store.outage(e, "does not take writes"), e)
+            _fail(group, self.store.outage(e, "does not take writes"))
         except BaseException as e:
             self._roll_back()
-            self._fail(group, e)
+            _fail(group, e)
         return None
 
     def _transact(self, group: Sequence[Job[Any]]) -> None:
@@ -402,13 +404,10 @@ class _Writer:
         except psycopg.Error:
             self._wire.close()
 
-    def _fail(
-        self, group: Sequence[Job[Any]], e: BaseException, cause: BaseException | None = None
-    ) -> None:
-        if cause is not None:
-            e.__cause__ = cause
-        for job in group:
-            job.error = e
+
+def _fail(group: Sequence[Job[Any]], e: BaseException) -> None:
+    for job in group:
+        job.error = e
 
 
 def is_outage(e: psycopg.Error) -> bool:
