@@ -18,14 +18,11 @@ class SystemClock:
         await asyncio.sleep(seconds)
 
 
-async def nap(clock: Clock, seconds: float, woken: asyncio.Event) -> None:
-    """Wait for `seconds`, or until `woken` is set."""
-    asleep, waking = (
-        asyncio.ensure_future(clock.sleep(seconds)),
-        asyncio.ensure_future(woken.wait()),
-    )
+async def wait(clock: Clock, event: asyncio.Event, seconds: float) -> None:
+    """Wait until the event is set, at most `seconds`."""
+    waiting = [asyncio.ensure_future(event.wait()), asyncio.ensure_future(clock.sleep(seconds))]
     try:
-        await asyncio.wait((asleep, waking), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        asleep.cancel()
-        waking.cancel()
+        for one in waiting:
+            one.cancel()

@@ -15,8 +15,8 @@ import pytest
 from tests.brokers.served import Served
 from tests.servers import Handle
 
+from penstock.brokers.postgres.broker import PostgresBroker
 from penstock.brokers.postgres.notify import NOTIFY_INTERVAL
-from penstock.brokers.postgres.queue import PostgresBroker
 from penstock.clock import SystemClock
 from penstock.errors import StoreUnavailable
 from penstock.model import Ack, Dead, Release, Retry
@@ -178,14 +178,14 @@ async def test_a_publish_in_one_process_wakes_a_receiver_in_another(fleet: Fleet
     ):
         await asyncio.sleep(0.01)
     woken = 0
-    asked = other.listener._set
+    asked = other.listener._wake
 
     def counting(topics: Any) -> None:
         nonlocal woken
         woken += 1
         asked(topics)
 
-    other.listener._set = counting  # type: ignore[method-assign]
+    other.listener._wake = counting
     began = time.monotonic()
     # The first publish notifies with its commit. The others share one later notification.
     for i in range(20):
@@ -204,7 +204,7 @@ async def test_a_topic_of_a_failed_transaction_is_not_cached(fleet: Fleet) -> No
 
     def fails(tx: Tx) -> None:
         for _ in range(2):
-            broker.publish_in(tx, [_out(1, topic="lost")])
+            broker.bind(tx).publish([_out(1, topic="lost")])
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -260,10 +260,10 @@ async def test_the_deliveries_of_a_lost_worker_can_be_reclaimed(fleet: Fleet) ->
         for d in await broker.subscribe(topic, "main", owner="gone", lease=600.0).receive(1, 0.0)
     ]
     other = await broker.subscribe("t", "main", owner="alive", lease=600.0).receive(5, 0.0)
-    assert sorted(await broker.db.write(lambda tx: broker.reclaim_in(tx, "gone"))) == sorted(
+    assert sorted(await broker.db.write(lambda tx: broker.bind(tx).reclaim("gone"))) == sorted(
         d.id for d in held
     )
-    assert await broker.db.read(lambda tx: broker.holds_in(tx, [*held, *other])) == [
+    assert await broker.db.read(lambda tx: broker.bind(tx).holds([*held, *other])) == [
         False,
         False,
         True,
@@ -271,7 +271,10 @@ async def test_the_deliveries_of_a_lost_worker_can_be_reclaimed(fleet: Fleet) ->
     assert [
         d.id for d in await broker.subscribe("o", "main", owner="w", lease=600.0).receive(5, 0.0)
     ] == ["e3"]
-    assert await broker.db.read(lambda tx: broker.running_in(tx, 100)) == {"alive": 1, "w": 1}
+    assert await broker.db.read(lambda tx: broker.bind(tx).leases_by_worker(100)) == {
+        "alive": 1,
+        "w": 1,
+    }
     assert fleet.counters_match()
 
 
@@ -296,7 +299,7 @@ async def test_pruning_removes_only_settled_messages_older_than_their_retention(
     await broker.publish([_out(100, key="young")])
     gone = 0
     for _ in range(30):
-        gone += await broker.db.write(lambda tx: broker.prune_in(tx, limit=2))
+        gone += await broker.db.write(lambda tx: broker.bind(tx).prune(limit=2))
     assert gone == 20
     assert (await broker.stats("t", "main")).ready == 31
     assert await broker.replay("u", "main", since=0.0) == 30
@@ -367,7 +370,7 @@ async def test_frequent_statements_touch_few_rows_with_statistics_of_an_empty_qu
         got = await sub.receive(20, 0.0)
         assert len(got) == 20
         await sub.extend(got, 30.0)
-        await broker.db.write(lambda tx, got=got: broker.holds_in(tx, got))  # type: ignore[misc]
+        await broker.db.write(lambda tx, got=got: broker.bind(tx).holds(got))  # type: ignore[misc]
         await sub.settle(
             [(got[0], Retry(1.0, "x")), (got[1], Release()), *[(d, Ack()) for d in got[2:]]]
         )

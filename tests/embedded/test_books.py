@@ -117,8 +117,8 @@ class Rig:
         )
         self.assemble(self.broker, worker)
         self.db.write_now(
-            lambda tx: self.broker.ensure_in(
-                tx, [TopicSpec(name=name) for name in ("requests", "pages", "records")]
+            lambda tx: self.broker.bind(tx).ensure(
+                [TopicSpec(name=name) for name in ("requests", "pages", "records")]
             )
         )
         self.sub = self.broker.subscribe("requests", "main", owner=worker, lease=lease)
@@ -400,8 +400,8 @@ async def test_push_waits_while_the_queue_is_full_and_refuses_a_bad_url(tmp_path
     await rig.clock.elapse(1.0)
     result = await pushing
     assert (result.new, [url for url, _ in result.refused]) == (3, ["mailto:x"])
-    short = await push(rig.lifecycle, [URL + "a", URL + "b"], clock=rig.clock, wait_when_full=False)
-    assert (short.new, short.refused[0][1]) == (1, "the queue is full")
+    more = [event_of(URL + name, id_=name) for name in ("a", "b")]
+    assert await rig.lifecycle.accept(more) == [Accepted.NEW, Accepted.FULL]
 
 
 async def test_an_event_that_bypassed_intake_enters_the_ledger_at_admission(rig: Rig) -> None:

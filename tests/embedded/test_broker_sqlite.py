@@ -84,7 +84,7 @@ async def test_a_topic_created_in_a_failed_transaction_is_not_cached() -> None:
 
     def fails(tx: Tx) -> None:
         for _ in range(2):  # the second call finds the topic of the first
-            broker.publish_in(tx, [_out(1, topic="lost")])
+            broker.bind(tx).publish([_out(1, topic="lost")])
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -118,7 +118,7 @@ async def test_a_repeated_or_late_ack_does_not_affect_the_other_acks() -> None:
         False,
         True,
     ]
-    assert await broker.db.read(lambda tx: broker.holds_in(tx, [late[1], *got])) == [
+    assert await broker.db.read(lambda tx: broker.bind(tx).holds([late[1], *got])) == [
         False,
         True,
         True,
@@ -188,7 +188,7 @@ async def test_no_frequent_query_scans_a_table() -> None:
     await sub.settle([(got[0], Ack()), (got[1], Retry(1.0, "x")), (got[2], Release())])
     clock.advance(5.0)
     await sub.receive(5, 0.0)
-    await db.read(lambda tx: broker.has_work(tx, "t", "main"))
+    await db.read(lambda tx: broker.bind(tx).has_work("t", "main"))
     await sub.hold({"k1": 5.0})
     db._writer.trace_v2(0, None)
     scans = {}
@@ -228,7 +228,7 @@ async def test_pruning_skips_unsettled_rows_and_deletes_settled_rows_after_reten
     await broker.publish([_out(100, key="young")])
     gone = 0
     for _ in range(30):
-        gone += await db.write(lambda tx: broker.prune_in(tx, limit=2))
+        gone += await db.write(lambda tx: broker.bind(tx).prune(limit=2))
     assert gone == 20
     assert (await broker.stats("t", "main")).ready == 31
     assert await broker.replay("u", "main", since=0.0) == 30

@@ -141,8 +141,8 @@ async def test_a_proxy_gets_the_checked_address_and_never_the_name() -> None:
         Proxy("socks5", exit_="127.0.0.12") as socks,
     ):
         async with rig(t, {"a": pool(http), "b": pool(socks)}) as r:
-            r.stage._fetcher.guard._resolver = _resolve  # type: ignore[attr-defined]
-            r.stage._fetcher.guard._allow = parse_allow("127.0.0.1:*,shop.test:*")  # type: ignore[attr-defined]
+            r.stage._direct.guard._resolver = _resolve  # type: ignore[attr-defined]
+            r.stage._direct.guard._allow = parse_allow("127.0.0.1:*,shop.test:*")  # type: ignore[attr-defined]
             for name in "ab":
                 event = event_of(
                     f"http://shop.test:{t.port}/x", id_=new_id(), route=Route(pool=name)
@@ -262,8 +262,8 @@ async def test_a_proxy_that_cannot_reach_a_host_cools_down_for_that_host_only(ki
         Proxy(kind, exit_="127.0.0.11") as p,
         rig(t, {"p": pool(p)}) as r,
     ):
-        r.stage._fetcher.guard._allow = parse_allow("127.0.0.1:*,shop.test:*")  # type: ignore[attr-defined]
-        r.stage._fetcher.guard._resolver = _resolve  # type: ignore[attr-defined]
+        r.stage._direct.guard._allow = parse_allow("127.0.0.1:*,shop.test:*")  # type: ignore[attr-defined]
+        r.stage._direct.guard._resolver = _resolve  # type: ignore[attr-defined]
         p.mood = "refuse"
         event = event_of(f"http://shop.test:{t.port}/", id_=new_id(), route=Route(pool="p"))
         with pytest.raises(Failure) as caught:
@@ -337,7 +337,7 @@ async def test_other_workers_see_proxy_health_after_a_refresh() -> None:
         await other.refresh()
         assert other.view == r.health.view
         r.time.at += 31
-        ((member, _, label, *_),) = r.health.db.read_now(r.health.troubled_in)
+        ((member, _, label, *_),) = r.health.troubled()
         await r.health.worked(member, "h", label)
         await other.refresh()
         assert not other.view, "recovered"
@@ -440,7 +440,7 @@ async def test_a_providers_list_is_refreshed_and_kept_if_the_refresh_fails() -> 
         ) as r:
 
             def listed() -> bool:
-                return r.health.db.read_now(r.health.lists_in)["p"][0] == r.time.at
+                return r.health.lists()["p"][0] == r.time.at
 
             await r.fetch("/1", pool="p")
             await r.fetch("/2", pool="p")
@@ -458,7 +458,7 @@ async def test_a_providers_list_is_refreshed_and_kept_if_the_refresh_fails() -> 
             assert len(provider.asked) == 3
             await r.fetch("/6", pool="p")
             assert t.peers() == ["127.0.0.11"] * 3 + ["127.0.0.12"] * 3
-            assert r.health.db.read_now(r.health.lists_in)["p"][1:] == (1, "its list: HTTP 500")
+            assert r.health.lists()["p"][1:] == (1, "its list: HTTP 500")
 
 
 @pytest.mark.usefixtures("_long_list_wait")

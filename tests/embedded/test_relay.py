@@ -72,7 +72,7 @@ class ApartRig(Rig):
         assert self.engine.relay_chores is not None
         self.relay, self.chores = self.engine.relay, self.engine.relay_chores
         self.line.db.write_now(
-            lambda tx: self.line.ensure_in(tx, [TopicSpec(name=name) for name in TOPICS])
+            lambda tx: self.line.bind(tx).ensure([TopicSpec(name=name) for name in TOPICS])
         )
         self.sub = self.relay.subscribe("requests", "main", owner=self.worker, lease=self.lease)
         self.beat()

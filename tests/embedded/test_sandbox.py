@@ -110,12 +110,14 @@ def act(what):
         linger(True)
         os._exit(7)
     elif what == "unburied":  # the zygote, which reaps this child, is stopped for 1 s
-        subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getppid()}"], start_new_session=True)
+        wake = f"sleep 1; kill -CONT {os.getppid()}"
+        subprocess.Popen(["sh", "-c", wake], start_new_session=True)
         os.kill(os.getppid(), signal.SIGSTOP)
         os._exit(3)
     elif what == "thread": threading.Thread(target=time.sleep, args=(600,)).start()
     elif what == "signals":
-        for n in (signal.SIGTERM, signal.SIGINT, signal.SIGABRT, signal.SIGCHLD): signal.signal(n, lambda *a: None)
+        for n in (signal.SIGTERM, signal.SIGINT, signal.SIGABRT, signal.SIGCHLD):
+            signal.signal(n, lambda *a: None)
         loop_forever()
     elif what == "patricide":
         os.kill(os.getppid(), signal.SIGKILL)
@@ -127,8 +129,9 @@ def act(what):
 @shop.extract
 def page(page: Page):
     what = page.url.rsplit("/", 1)[1].partition("?")[0]
-    yield {"url": page.url, "size": len(page.body), "pid": os.getpid(), "event": page.event.id if page.event else None,
-           "header": page.headers.get("x-test"), "title": page.css("h1::text").get(), **(act(what) or {})}
+    yield {"url": page.url, "size": len(page.body), "pid": os.getpid(),
+           "event": page.event.id if page.event else None, "header": page.headers.get("x-test"),
+           "title": page.css("h1::text").get(), **(act(what) or {})}
 
 async def send(change):
     await asyncio.sleep(0)
@@ -569,7 +572,8 @@ def test_a_cancelled_extraction_frees_its_child(shop: Path) -> None:
 
 def test_a_kill_from_outside_during_the_import_is_retried(shop: Path, tmp_path: Path) -> None:
     shop.write_text(
-        f"import os, pathlib\nif not (mark := pathlib.Path({str(tmp_path / 'mark')!r})).exists():\n    mark.touch()\n    os.kill(os.getpid(), 9)\n{SHOP}"
+        f"import os, pathlib\nif not (mark := pathlib.Path({str(tmp_path / 'mark')!r})).exists():\n"
+        f"    mark.touch()\n    os.kill(os.getpid(), 9)\n{SHOP}"
     )
     assert fields(run(shop, lambda s: s.extract([page("fine")]))[0])
 
@@ -630,7 +634,9 @@ def test_a_killed_worker_leaves_no_process(shop: Path, tmp_path: Path) -> None:
         f"    s = Sandbox({str(shop)!r}, size=3)\n"
         "    await s.start()\n"
         "    print('up', flush=True)\n"
-        "    await asyncio.gather(*[s.extract([Page('https://shop.example/' + w, b'')]) for w in ('linger', 'loop', 'sleep', 'signals')])\n"
+        "    pages = [Page('https://shop.example/' + w, b'')"
+        " for w in ('linger', 'loop', 'sleep', 'signals')]\n"
+        "    await asyncio.gather(*[s.extract([page]) for page in pages])\n"
         "asyncio.run(main())\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}

@@ -18,8 +18,10 @@ import pytest
 
 from penstock.errors import StoreUnavailable, Unreachable
 from penstock.stores import sqlite as store
+from penstock.stores import sqlite_checks, sqlite_connection
 from penstock.stores.sql import Tx
-from penstock.stores.sqlite import Database, file_system_of, has_wal_reset_bug
+from penstock.stores.sqlite import Database
+from penstock.stores.sqlite_checks import file_system_of, has_wal_reset_bug
 
 SCHEMA = "CREATE TABLE t(x); CREATE TABLE big(x)"
 
@@ -369,13 +371,13 @@ async def test_a_failed_sync_is_an_outage_and_the_wal_is_checkpointed_afterwards
 async def test_without_wal_support_sqlite_syncs_each_commit(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Without(store._Connection):
+    class Without(sqlite_connection.Connection):
         def execute(self, sql: Any, *more: Any, **options: Any) -> Any:
             return super().execute(
                 "PRAGMA journal_mode" if sql == "PRAGMA journal_mode=WAL" else sql, *more, **options
             )
 
-    monkeypatch.setattr(store, "_Connection", Without)
+    monkeypatch.setattr(sqlite_connection, "Connection", Without)
     db = opened(tmp_path / "a.db")
     await db.write(insert(1))
     assert (
@@ -540,7 +542,7 @@ def test_a_file_without_write_permission_is_unreachable_with_a_hint(
             super().__init__(path, flags=apsw.SQLITE_OPEN_READONLY)
 
     # SQLite falls back to read-only if the file mode forbids writing. Root may write any file.
-    monkeypatch.setattr(store, "_Connection", Refused)
+    monkeypatch.setattr(sqlite_connection, "Connection", Refused)
     with pytest.raises(Unreachable, match=r"cannot (open|prepare) the store") as e:
         opened(tmp_path / "b.db")
     assert e.value.hint
@@ -704,7 +706,7 @@ def test_the_file_system_is_unknown_if_mounts_cannot_be_read(tmp_path: Path) -> 
 def test_a_network_file_system_is_refused_before_any_file_is_created(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(store, "file_system_of", lambda path: kind)
+    monkeypatch.setattr(sqlite_checks, "file_system_of", lambda path: kind)
     with pytest.raises(Unreachable, match=f"network file system \\({kind}\\)") as e:
         Database(str(tmp_path / "sub" / "a.db"))
     assert "local disk" in e.value.hint
@@ -728,13 +730,13 @@ def test_the_wal_reset_bug_is_detected_by_version(version: tuple[int, ...], has:
 
 
 def test_the_installed_sqlite_does_not_have_the_wal_reset_bug() -> None:
-    assert not has_wal_reset_bug(store.sqlite_version())
+    assert not has_wal_reset_bug(sqlite_checks.sqlite_version())
 
 
 def test_with_the_wal_reset_bug_a_second_writer_is_refused_until_the_first_closes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "sqlite_version", lambda: (3, 40, 1))
+    monkeypatch.setattr(sqlite_checks, "sqlite_version", lambda: (3, 40, 1))
     first = Database(str(tmp_path / "a.db"))
     with pytest.raises(Unreachable, match="WAL-reset bug"):
         Database(str(tmp_path / "a.db"))

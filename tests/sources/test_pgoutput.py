@@ -196,8 +196,7 @@ def test_delete_and_truncate_messages_are_decoded() -> None:
 )
 def test_a_column_value_is_converted_to_its_json_type(oid: int, written: str, value: Any) -> None:
     assert inserted(decoder_with_table(("v", oid, False)), written) == {"v": value}
-    assert pgoutput.value(oid, written) == value
-    assert pgoutput.value(oid, None) is None
+    assert pgoutput.row_of([("a", oid), ("b", oid)], [written, None]) == {"a": value, "b": None}
 
 
 def test_a_null_is_none_and_invalid_utf8_is_decoded_with_replacement() -> None:

@@ -199,6 +199,20 @@ async def test_a_full_queue_stops_the_reader_and_drops_no_finding(rig: Rig) -> N
     assert rig.urls() == [f"/{i}" for i in range(6)]
 
 
+async def test_known_findings_are_counted_once_if_the_queue_becomes_full(rig: Rig) -> None:
+    async with rig.reading(rig.reader(Pages(spec(), ["/0"]))):
+        await until(lambda: rig.cursor() == b"1", "read")
+    await rig.stores.uow.write(lambda tx: tx.sources.move_cursor("pages", None, 0.0))
+    rig.stores.close()
+    rig.settings["intake.max_pending"] = "2"
+    rig.open()
+    async with rig.reading(rig.reader(Pages(spec(), ["/0", "/1", "/2"], size=3))):
+        await until(lambda: len(rig.urls()) == 2, "filled")
+        await rig.stores.dead_letters.purge("requests", "make room")
+        await until(lambda: rig.cursor() == b"3", "continued")
+    assert (rig.state().events, rig.state().known) == (3, 1)
+
+
 async def test_a_finding_with_a_bad_url_is_one_dead_letter_even_if_it_is_read_twice(
     rig: Rig,
 ) -> None:

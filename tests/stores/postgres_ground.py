@@ -11,7 +11,7 @@ import psycopg
 from psycopg import sql
 from tests.embedded.test_books import Ground, Rig
 
-from penstock.brokers.postgres.queue import PostgresBroker
+from penstock.brokers.postgres.broker import PostgresBroker
 from penstock.ledgers.postgres import PostgresLedger
 from penstock.stores.postgres.store import PostgresStore
 

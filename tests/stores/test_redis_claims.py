@@ -29,7 +29,6 @@ from penstock.rules.proxies import ANY_HOST
 from penstock.stores.redis import Server
 
 pytestmark = pytest.mark.server("redis")
-NO_TX = None
 
 
 class Fleet:
@@ -404,7 +403,7 @@ async def test_proxy_failures_are_shared_by_all_workers_and_cleared_by_success(
             ("p1", "a.test"): 2,
             ("p1", ANY_HOST): 1,
         }
-        assert [row[:4] for row in mine.troubled_in(NO_TX)] == [
+        assert [row[:4] for row in mine.troubled()] == [
             ("p1", ANY_HOST, "proxy one", 1),
             ("p1", "a.test", "proxy one", 2),
         ]
@@ -416,7 +415,7 @@ async def test_proxy_failures_are_shared_by_all_workers_and_cleared_by_success(
         await mine.failed("p1", "a.test", "proxy one", cooldown=0.0, longest=60.0, reason="again")
         assert mine.view["p1", "a.test"].failures == 1
         await mine.listed("pool", 3, "")
-        assert {pool: row[1:] for pool, row in theirs.lists_in(NO_TX).items()} == {"pool": (3, "")}
+        assert {pool: row[1:] for pool, row in theirs.lists().items()} == {"pool": (3, "")}
         await mine.prune()
         assert len(mine.view) == 2, "all entries are young"
 

@@ -17,7 +17,6 @@ from tests.servers import Handle
 
 from penstock.errors import PenstockError, StoreUnavailable, Unreachable
 from penstock.ledgers.postgres import WEEK, PostgresLedger
-from penstock.ledgers.sql.history import record
 from penstock.ledgers.sql.maintenance import SqlEventMaintenance
 from penstock.ports import Status
 from penstock.stores.postgres import store as postgres
@@ -480,7 +479,7 @@ def test_history_is_removed_by_whole_weeks_and_needed_rows_are_kept(place: Place
             "INSERT INTO event(n, id, topic, source, trace, url, url_key, host, status, accepted_at, finished_at) VALUES(?,?,'t','s','t','u',?,'h',?,?,?)",
             (n, str(n), b"", status, clock.now(), clock.now()),
         )
-        record(tx, n, clock.now(), status)
+        SqlEventMaintenance(tx, ledger).note(n, status, "", clock.now())
 
     store.write_now(lambda tx: note(tx, 1, Status.SUCCESS))
     store.write_now(lambda tx: note(tx, 2, Status.DEAD))
@@ -511,8 +510,12 @@ def test_history_without_a_weekly_partition_is_kept_in_the_default_partition(pla
     store = place.open()
     ledger = PostgresLedger(store, clock)
     clock.advance(100 * 86400)
-    store.write_now(lambda tx: record(tx, 1, clock.now(), "pending"))
-    store.write_now(lambda tx: record(tx, 1, clock.now(), "pending", reason="again"))
+    for reason in ("first", "again"):
+        store.write_now(
+            lambda tx, reason=reason: SqlEventMaintenance(tx, ledger).note(  # type: ignore[misc]
+                1, "pending", reason, clock.now()
+            )
+        )
     store.write_now(
         lambda tx: SqlEventMaintenance(tx, ledger).prune(
             clock.now() - 86400 * 365, lambda key, id_: False

@@ -18,7 +18,7 @@ import pytest
 from penstock import Failure, Page, Pipeline, Removed
 from penstock.extraction import run as module
 from penstock.extraction.run import run
-from penstock.model import ErrorClass, Follow, Priority, Route
+from penstock.model import ErrorClass, Follow, Priority, Reason, Route
 from penstock.ports import Extracted
 
 URL = "https://shop.test/p/1"
@@ -92,7 +92,8 @@ def test_values_without_a_json_type_are_written_as_text_in_field_order() -> None
     )
     assert (
         out.records[0].fields
-        == b'{"z":"2026-01-02T00:00:00Z","a":"00000000-0000-0000-0000-000000000007","d":"0.10","s":["a","b"],"n":{"k":[null,true,1.5]}}'
+        == b'{"z":"2026-01-02T00:00:00Z","a":"00000000-0000-0000-0000-000000000007",'
+        b'"d":"0.10","s":["a","b"],"n":{"k":[null,true,1.5]}}'
     )
 
 
@@ -336,6 +337,28 @@ def test_any_exception_of_user_code_becomes_a_bounded_error(fn: Any, error: str,
     assert len(out.error) <= 500
     assert out.kind == kind
     assert len(out.detail) <= module.MAX_DETAIL
+
+
+class ArrayMemoryError(MemoryError):
+    """Stands for the error of a library for arrays, which is a subclass."""
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (MemoryError(), Reason.MEMORY),
+        (ArrayMemoryError("8 GiB"), Reason.MEMORY),
+        (Failure(ErrorClass.POISON, "MemoryError of a shop"), None),
+        (ValueError("MemoryError"), None),
+    ],
+)
+def test_only_a_memory_error_has_the_code_of_the_memory_limit(
+    error: Exception, code: Reason | None
+) -> None:
+    def raising(page: Page) -> Any:
+        raise error
+
+    assert extracted(raising).code is code
 
 
 def test_a_failure_raised_by_user_code_keeps_its_error_class() -> None:

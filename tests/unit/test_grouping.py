@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from penstock.engine.batching import Group
+from penstock.engine.batching import Batcher
 
 
 async def test_full_batches_start_immediately_and_a_partial_one_after_its_wait() -> None:
@@ -16,7 +16,7 @@ async def test_full_batches_start_immediately_and_a_partial_one_after_its_wait()
         if len(done) == 3:
             third.set()
 
-    group: Group[int] = Group(3, lambda: 0.01, work)
+    group: Batcher[int] = Batcher(3, lambda: 0.01, work)
     for n in range(7):
         group.add(n)
     await asyncio.sleep(0)
@@ -33,7 +33,7 @@ async def test_a_flush_starts_a_partial_batch_and_the_next_batch_has_its_own_tim
         done.append(group)
 
     lingers = iter([0.01, 3600.0])
-    group: Group[int] = Group(10, lambda: next(lingers), work)
+    group: Batcher[int] = Batcher(10, lambda: next(lingers), work)
     group.flush()
     assert not group.under_way, "an empty batch does not start"
     group.add(1)
@@ -51,7 +51,7 @@ async def test_several_batches_run_together_and_are_removed_when_done() -> None:
     async def work(group: list[int]) -> None:
         await free.wait()
 
-    group: Group[int] = Group(1, lambda: 0.0, work)
+    group: Batcher[int] = Batcher(1, lambda: 0.0, work)
     group.add(1)
     group.add(2)
     assert len(group.under_way) == 2

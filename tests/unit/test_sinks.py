@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, StoreUnavailable, Unreachable
-from penstock.ports import Reopen, Row, Sink
+from penstock.ports import Reopen, Row, Sink, TableSink
 from penstock.sinks import csv as csv_sink
 from penstock.sinks import jsonl, sqlite
 from penstock.sinks.append_file import Mark, read_mark
@@ -818,25 +818,24 @@ def test_rows_in_the_callers_transaction_are_committed_or_rolled_back_with_it(
     tmp_path: Path,
 ) -> None:
     sink = open_sqlite(tmp_path)
-    db = apsw.Connection(str(tmp_path / "ledger.db"))
+    db: Any = apsw.Connection(str(tmp_path / "ledger.db"))
     other = apsw.Connection(str(tmp_path / "ledger.db"))
-    cursor = db.cursor()
     with db:
-        sink.prepare_in(cursor)
-    cursor.execute("BEGIN")
-    sink.write_in(cursor, [row(1, "a", price=1)])
-    cursor.execute("ROLLBACK")
+        sink.prepare_in(db)
+    db.execute("BEGIN")
+    sink.write_in(db, [row(1, "a", price=1)])
+    db.execute("ROLLBACK")
     other.execute("CREATE TABLE unrelated (x)")  # the schema version now equals the rolled-back one
-    cursor.execute("BEGIN")
-    sink.write_in(cursor, [row(1, "a", price=1)])
-    sink.write_in(cursor, [row(2, "b", price=1, new=1)])
-    cursor.execute("ROLLBACK")
+    db.execute("BEGIN")
+    sink.write_in(db, [row(1, "a", price=1)])
+    sink.write_in(db, [row(2, "b", price=1, new=1)])
+    db.execute("ROLLBACK")
     other.execute("CREATE TABLE unrelated2 (x)")
     other.execute("CREATE TABLE unrelated3 (x)")
     with db:
-        sink.write_in(cursor, [row(1, "a", price=1)])
-        sink.write_in(cursor, [row(2, "a", price=2, new=1), row(3, "b", 0, price=3)])
-        sink.write_in(cursor, [])
+        sink.write_in(db, [row(1, "a", price=1)])
+        sink.write_in(db, [row(2, "a", price=2, new=1), row(3, "b", 0, price=3)])
+        sink.write_in(db, [])
     assert list(other.execute("SELECT price, new FROM products ORDER BY _penstock_key")) == [
         (2, 1),
         (3, None),
@@ -846,11 +845,11 @@ def test_rows_in_the_callers_transaction_are_committed_or_rolled_back_with_it(
 
 
 def test_two_workers_may_add_columns_to_one_table_alternately(tmp_path: Path) -> None:
-    connections = [apsw.Connection(str(tmp_path / "ledger.db")) for _ in range(2)]
+    connections: list[Any] = [apsw.Connection(str(tmp_path / "ledger.db")) for _ in range(2)]
     sinks = [open_sqlite(tmp_path) for _ in range(2)]
     for n in range(1, 9):
         with connections[n % 2] as db:
-            sinks[n % 2].write_in(db.cursor(), [row(n, f"k{n}", **{f"f{n}": n, f"f{n - 1}": n})])
+            sinks[n % 2].write_in(db, [row(n, f"k{n}", **{f"f{n}": n, f"f{n - 1}": n})])
     assert list(connections[0].execute("SELECT f7, f8 FROM products WHERE f8 = 8")) == [(8, 8)]
     assert list(connections[0].execute("SELECT count(*) FROM products")) == [(8,)]
     for db in connections:
@@ -858,33 +857,40 @@ def test_two_workers_may_add_columns_to_one_table_alternately(tmp_path: Path) ->
 
 
 def test_a_table_of_another_application_is_never_a_sink(tmp_path: Path) -> None:
-    db = apsw.Connection(str(tmp_path / "ledger.db"))
+    db: Any = apsw.Connection(str(tmp_path / "ledger.db"))
     db.execute("CREATE TABLE products (id)")
     with pytest.raises(ConfigError, match="belongs to another application"):
-        open_sqlite(tmp_path).prepare_in(db.cursor())
+        open_sqlite(tmp_path).prepare_in(db)
     with pytest.raises(ConfigError, match="belongs to another application"):
-        open_sqlite(tmp_path).write_in(db.cursor(), [row(1)])
+        open_sqlite(tmp_path).write_in(db, [row(1)])
     assert list(db.execute("SELECT name FROM pragma_table_info('products')")) == [("id",)]
     own = open_sqlite(tmp_path, table="mine")
     for _ in range(2):
-        own.prepare_in(db.cursor())
-        own.write_in(db.cursor(), [row(1)])
+        own.prepare_in(db)
+        own.write_in(db, [row(1)])
     assert list(db.execute("SELECT count(*) FROM mine")) == [(1,)]
     db.close()
 
 
 def test_a_sink_is_transactional_only_if_it_uses_the_ledgers_file(tmp_path: Path) -> None:
     store = tmp_path / ".penstock" / "penstock.db"
-    assert sqlite.is_transactional("sqlite:.penstock/penstock.db?table=products", store, tmp_path)
-    assert sqlite.is_transactional(f"sqlite:{store}?table=products", store, tmp_path / "elsewhere")
-    assert not sqlite.is_transactional("sqlite:products.db", store, tmp_path)
-    assert not sqlite.is_transactional("jsonl:.penstock/penstock.db", store, tmp_path)
+    ledger = f"sqlite:{store}"
+
+    def shares(url: str, base: Path = tmp_path, ledger: str = ledger) -> bool:
+        return sqlite.open_sink(url, {}, base).shares(ledger)
+
+    assert shares("sqlite:.penstock/penstock.db?table=products")
+    assert shares(f"sqlite:{store}?table=products", tmp_path / "elsewhere")
+    assert not shares("sqlite:products.db")
+    assert not shares("sqlite:.penstock/penstock.db", ledger=f"postgres:{store}")
+    file = jsonl.open_sink("jsonl:.penstock/penstock.db", {}, tmp_path)
+    assert not isinstance(file, TableSink)
     store.parent.mkdir()
     store.touch()
     (tmp_path / "link.db").symlink_to(store)
     os.link(store, tmp_path / "hard.db")
-    assert sqlite.is_transactional("sqlite:link.db", store, tmp_path)
-    assert sqlite.is_transactional("sqlite:hard.db", store, tmp_path)
+    assert shares("sqlite:link.db")
+    assert shares("sqlite:hard.db")
 
 
 # -- removals --------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Common parts of the brokers in SQL: capabilities, statistics, subscription and bound queue.
+"""Common parts of the brokers in SQL: capabilities, the queue in a transaction, the subscription.
 
 Each database has its own code for delivery and settling.
 """
@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Generic, TypeVar
 
 import msgspec
 
-from penstock.clock import nap
+from penstock.clock import wait
 from penstock.model import Outcome
 from penstock.ports import (
     Capabilities,
@@ -21,7 +22,9 @@ from penstock.ports import (
     EventState,
     Out,
     Published,
+    Queue,
     QueueAudit,
+    QueueReports,
     Stats,
     Subscription,
     TopicSpec,
@@ -30,7 +33,6 @@ from penstock.stores.sql import SqlStore, Tx
 
 CAPS = Capabilities(
     order_per_key="native",
-    strict_priority="none",
     delay="native",
     replay=True,
     bounded=True,
@@ -39,6 +41,23 @@ CAPS = Capabilities(
     exact_stats=True,
     transactional=True,
 )
+READY, LEASED, DELAYED = 0, 1, 2  # states of a message in a group's queue
+# Ordered topics use one priority class. With several, a message could overtake an earlier message
+# of its key.
+ORDERED_CLASS = 1
+NEVER = 1e18  # `next_at` of an ordered key while one of its messages is leased
+
+
+# Seconds for which a topic's `max_depth` is cached. Another process may change it.
+TOPIC_CACHE_SECONDS = 5.0
+
+
+class Topic(msgspec.Struct, frozen=True):
+    """A cached topic."""
+
+    id: int
+    max_depth: int | None
+    until: float  # when this cache entry expires
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -50,10 +69,9 @@ class Group(msgspec.Struct, frozen=True):
 
 
 class SqlQueue(ABC):
-    """A message queue in an SQL store.
+    """A message queue in an SQL store. Implements ports.Broker.
 
-    Methods that end in `_in` run inside the caller's transaction, usually a ledger transaction.
-    Each database implements the abstract methods in its own SQL.
+    `bind` returns the queue inside one transaction, usually a ledger transaction.
     """
 
     caps = CAPS
@@ -61,11 +79,29 @@ class SqlQueue(ABC):
 
     def __init__(self, db: SqlStore, clock: Clock, schema: str) -> None:
         self.clock = clock
-        self._groups: dict[tuple[str, str], Group] = {}
-        self._topics: dict[str, Any] = {}
+        self.groups: dict[tuple[str, str], Group] = {}
+        self.topics: dict[str, Topic] = {}
+        # Messages requested so far, by group. It decides which priority class has its turn.
+        self.requested: Counter[int] = Counter()
+        self.waiters: dict[str, set[asyncio.Event]] = defaultdict(set)  # of receivers, by topic
+        self.pruned = 0  # the last position that `prune` has checked
         self._rollbacks = db.rollbacks
-        self._pruned = 0
         db.part("broker", 1, schema)
+
+    @abstractmethod
+    def bind(self, tx: Tx) -> BoundSqlQueue: ...
+
+    @abstractmethod
+    def subscribe(self, topic: str, group: str, *, owner: str, lease: float) -> Subscription: ...
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+    def wake(self, topics: Iterable[str]) -> None:
+        """Wake the waiting receivers of this process. Call it after a commit, on the loop."""
+        for topic in set(topics):
+            for event in self.waiters.get(topic, ()):
+                event.set()
 
     def caps_of(self, topic: str) -> Capabilities:
         return self.caps
@@ -74,12 +110,31 @@ class SqlQueue(ABC):
         return []
 
     async def ensure(self, topology: Sequence[TopicSpec]) -> Sequence[str]:
-        return await self.db.write(lambda tx: self.ensure_in(tx, topology))
+        return await self.db.write(lambda tx: self.bind(tx).ensure(topology))
 
-    def has_in(self, tx: Tx, names: Sequence[str]) -> bool:
-        return {name for (name,) in tx.execute("SELECT name FROM topic")}.issuperset(names)
+    async def stats(self, topic: str, group: str) -> Stats:
+        return await self.db.read(lambda tx: self.bind(tx).stats(topic, group))
 
-    def _forget_after_rollback(self) -> None:
+    async def peek(self, topic: str, limit: int) -> Sequence[Out]:
+        return await self.db.read(lambda tx: self.bind(tx).peek(topic, limit))
+
+    async def publish(self, batch: Sequence[Out]) -> Sequence[Published]:
+        answers = await self.db.write(lambda tx: self.bind(tx).publish(batch))
+        self.wake(m.topic for m in batch)
+        return answers
+
+    async def purge(self, topic: str) -> int:
+        return await self.db.write(lambda tx: self.bind(tx).purge(topic))
+
+    async def replay(
+        self, topic: str, group: str, *, since: float, offsets: Mapping[int, int] | None = None
+    ) -> int:
+        assert offsets is None, "only topics with partitions have offsets"
+        n = await self.db.write(lambda tx: self.bind(tx).replay(topic, group, since))
+        self.wake([topic])
+        return n
+
+    def forget_after_rollback(self) -> None:
         """Clear the cache of topics and groups after a rollback.
 
         The transaction that was rolled back may have inserted a cached topic or group. The store
@@ -87,26 +142,132 @@ class SqlQueue(ABC):
         """
         if self._rollbacks != self.db.rollbacks:
             self._rollbacks = self.db.rollbacks
-            self._topics.clear()
-            self._groups.clear()
+            self.topics.clear()
+            self.groups.clear()
 
-    # -- reading -----------------------------------------------------------------------------------
 
-    async def stats(self, topic: str, group: str) -> Stats:
-        return await self.db.read(lambda tx: self.stats_in(tx, topic, group))
+class BoundSqlQueue(Queue, QueueReports):
+    """The queue inside one transaction. Each database implements the abstract methods."""
 
-    def stats_in(self, tx: Tx, topic: str, group: str) -> Stats:
-        ready, leased, delayed, oldest = self._figures(tx, topic, group)
-        dead = tx.execute("SELECT letters FROM topic WHERE name=?", (topic + ".dead",)).get or 0
-        age = None if oldest is None else max(0.0, self.clock.now() - oldest)
-        return Stats(
-            ready=ready, delayed=delayed, in_flight=leased, dead=dead, oldest_age=age, exact=True
+    def __init__(self, tx: Tx, queue: SqlQueue) -> None:
+        self.tx, self.queue, self.clock = tx, queue, queue.clock
+
+    # -- topology ----------------------------------------------------------------------------------
+
+    def has(self, names: Sequence[str]) -> bool:
+        return {name for (name,) in self.tx.execute("SELECT name FROM topic")}.issuperset(names)
+
+    def ensure(self, topology: Sequence[TopicSpec]) -> list[str]:
+        drift = []
+        for t in topology:
+            id_, ordered = self.tx.execute(
+                "INSERT INTO topic(name, ordered, max_depth, retention) VALUES(?,?,?,?)"
+                " ON CONFLICT(name) DO UPDATE SET max_depth=excluded.max_depth,"
+                " retention=excluded.retention RETURNING id, ordered",
+                (t.name, t.ordered, t.max_depth, t.retention),
+            ).get
+            if bool(ordered) != t.ordered:
+                drift.append(
+                    f"topic {t.name}: ordered is {bool(ordered)} in the store "
+                    f"and {t.ordered} in the configuration; purge it to change that"
+                )
+            for g in t.groups:
+                self._add_group(id_, g)
+        self.queue.topics.clear()
+        self.queue.groups.clear()
+        return drift
+
+    def _add_group(self, topic: int, group: str) -> None:
+        self.tx.execute(
+            "INSERT INTO grp(topic, name) VALUES(?,?) ON CONFLICT DO NOTHING", (topic, group)
         )
 
-    async def peek(self, topic: str, limit: int) -> Sequence[Out]:
-        return await self.db.read(lambda tx: self.peek_in(tx, topic, limit))
+    def topic(self, name: str) -> Topic:
+        """Return a topic. Create it if it does not exist."""
+        self.queue.forget_after_rollback()
+        now = self.clock.now()
+        known = self.queue.topics.get(name)
+        if known is None or known.until < now:
+            row = self.tx.execute("SELECT id, max_depth FROM topic WHERE name=?", (name,)).get
+            if row is None:
+                row = self.tx.execute(
+                    "INSERT INTO topic(name, ordered, max_depth, retention) VALUES(?,?,NULL,86400)"
+                    " RETURNING id, max_depth",
+                    (name, False),
+                ).get
+            known = self.queue.topics[name] = Topic(row[0], row[1], now + TOPIC_CACHE_SECONDS)
+        return known
 
-    def peek_in(self, tx: Tx, topic: str, limit: int) -> list[Out]:
+    def group(self, topic: str, group: str) -> Group:
+        """Return a group. Create it and its topic if they do not exist."""
+        self.queue.forget_after_rollback()
+        known = self.queue.groups.get((topic, group))
+        if known is None:
+            query = (
+                "SELECT g.id, t.id, t.ordered FROM grp g JOIN topic t ON t.id=g.topic"
+                " WHERE t.name=? AND g.name=?"
+            )
+            row = self.tx.execute(query, (topic, group)).get
+            if row is None:
+                self._add_group(self.topic(topic).id, group)
+                row = self.tx.execute(query, (topic, group)).get
+            known = self.queue.groups[topic, group] = Group(row[0], row[1], bool(row[2]))
+        return known
+
+    # -- messages ----------------------------------------------------------------------------------
+
+    def publish(self, batch: Sequence[Out]) -> list[Published]:
+        return [answer for answer, _ in self.enqueue(batch)]
+
+    def settle_undurably(self, items: Sequence[tuple[Delivery, Outcome]]) -> None:
+        self.settle(items)
+
+    def defer_copy(self, delivery: Delivery, state: EventState, now: float) -> None:
+        return None
+
+    def may_start(self, rows: Sequence[int]) -> list[bool]:
+        return [True] * len(rows)
+
+    @abstractmethod
+    def extend(
+        self, topic: str, group: str, deliveries: Sequence[Delivery], until: float
+    ) -> list[bool]: ...
+
+    @abstractmethod
+    def replay(self, topic: str, group: str, since: float) -> int: ...
+
+    @abstractmethod
+    def purge(self, topic: str) -> int:
+        """Delete all messages of a topic except those in flight. Return how many.
+
+        Messages that are kept for replay are also deleted.
+        """
+
+    def pause(self, topic: str, reason: str | None) -> bool:
+        paused = "UPDATE topic SET paused=? WHERE name=? RETURNING id"
+        return self.tx.execute(paused, (reason, topic)).get is not None
+
+    def paused(self) -> dict[str, str]:
+        return dict(
+            self.tx.execute("SELECT name, paused FROM topic WHERE paused IS NOT NULL").fetchall()
+        )
+
+    # -- reports -----------------------------------------------------------------------------------
+
+    def stats(self, topic: str, group: str) -> Stats:
+        ready, leased, delayed, oldest = self._figures(topic, group)
+        dead = self.tx.execute("SELECT letters FROM topic WHERE name=?", (topic + ".dead",)).get
+        age = None if oldest is None else max(0.0, self.clock.now() - oldest)
+        return Stats(
+            ready=ready,
+            delayed=delayed,
+            in_flight=leased,
+            dead=dead or 0,
+            oldest_age=age,
+            exact=True,
+        )
+
+    def peek(self, topic: str, limit: int) -> list[Out]:
         return [
             Out(
                 topic=topic,
@@ -117,26 +278,26 @@ class SqlQueue(ABC):
                 priority=prio,
                 not_before=at,
             )
-            for id_, key, body, headers, prio, at in self._waiting(tx, topic, limit)
+            for id_, key, body, headers, prio, at in self._waiting(topic, limit)
         ]
 
-    def groups_in(self, tx: Tx) -> list[tuple[str, str]]:
-        """Return (topic, consumer group) of all groups."""
-        return tx.execute(
+    def groups(self) -> list[tuple[str, str]]:
+        return self.tx.execute(
             "SELECT t.name, g.name FROM topic t JOIN grp g ON g.topic=t.id ORDER BY t.name, g.name"
         ).fetchall()
 
-    def paused_in(self, tx: Tx) -> dict[str, str]:
-        """Return paused topic -> reason."""
-        return dict(
-            tx.execute("SELECT name, paused FROM topic WHERE paused IS NOT NULL").fetchall()
+    def leased_ids(self, limit: int) -> list[str]:
+        leased = (
+            "SELECT m.id FROM queue q JOIN message m ON m.seq=q.seq WHERE q.state=1"
+            " AND q.grp IN (SELECT id FROM grp) LIMIT ?"
         )
+        return [id_ for (id_,) in self.tx.execute(leased, (limit,))]
 
-    def audit_in(self, tx: Tx, now: float) -> QueueAudit:
+    def audit(self, now: float) -> QueueAudit:
         groups = []
-        for topic, group, gid, ready, leased, delayed in self._noted(tx):
+        for topic, group, gid, ready, leased, delayed in self._noted():
             counted: dict[int, int] = dict(
-                tx.execute(
+                self.tx.execute(
                     "SELECT state, count(*) FROM queue WHERE grp=? GROUP BY state", (gid,)
                 ).fetchall()
             )
@@ -145,238 +306,73 @@ class SqlQueue(ABC):
                     topic,
                     group,
                     (ready, leased, delayed),
-                    (counted.get(0, 0), counted.get(1, 0), counted.get(2, 0)),
+                    (counted.get(READY, 0), counted.get(LEASED, 0), counted.get(DELAYED, 0)),
                 )
             )
         open_ = "SELECT id FROM event WHERE status IN ('pending','delayed','in_flight','writing')"
-        queued = "SELECT m.id FROM queue q JOIN message m ON m.seq=q.seq WHERE q.grp IN (SELECT id FROM grp WHERE name='main')"
-        unqueued = [id_ for (id_,) in tx.execute(f"{open_} EXCEPT {queued}")]
+        queued = (
+            "SELECT m.id FROM queue q JOIN message m ON m.seq=q.seq"
+            " WHERE q.grp IN (SELECT id FROM grp WHERE name='main')"
+        )
+        unqueued = [id_ for (id_,) in self.tx.execute(f"{open_} EXCEPT {queued}")]
+        lingering = f"SELECT count(*) FROM ({queued} EXCEPT {open_}) s"
+        expired = "SELECT count(*) FROM queue WHERE state=1 AND at<?"
         return QueueAudit(
             unqueued=unqueued[:5],
             unqueued_count=len(unqueued),
-            lingering_count=int(
-                tx.execute(f"SELECT count(*) FROM ({queued} EXCEPT {open_}) s").get
-            ),
+            lingering_count=int(self.tx.execute(lingering).get),
             groups=groups,
-            expired=int(
-                tx.execute("SELECT count(*) FROM queue WHERE state=1 AND at<?", (now,)).get
-            ),
+            expired=int(self.tx.execute(expired, (now,)).get),
         )
 
-    # -- changing ----------------------------------------------------------------------------------
-
-    async def publish(self, batch: Sequence[Out]) -> Sequence[Published]:
-        answers = await self.db.write(lambda tx: self.publish_in(tx, batch))
-        self.wake(m.topic for m in batch)
-        return answers
-
-    def publish_in(self, tx: Tx, batch: Sequence[Out]) -> list[Published]:
-        return [answer for answer, _ in self.place_in(tx, batch)]
-
-    async def purge(self, topic: str) -> int:
-        return await self.db.write(lambda tx: self.purge_in(tx, topic))
-
-    async def replay(
-        self, topic: str, group: str, *, since: float, offsets: Mapping[int, int] | None = None
-    ) -> int:
-        assert offsets is None, "only topics with partitions have offsets"
-        n = await self.db.write(lambda tx: self.replay_in(tx, topic, group, since))
-        self.wake([topic])
-        return n
-
-    # -- implemented for each database -------------------------------------------------------------
-
     @abstractmethod
-    def subscribe(self, topic: str, group: str, *, owner: str, lease: float) -> Subscription: ...
-
-    @abstractmethod
-    async def close(self) -> None: ...
-
-    @abstractmethod
-    def wake(self, topics: Iterable[str]) -> None: ...
-
-    @abstractmethod
-    def ensure_in(self, tx: Tx, topology: Sequence[TopicSpec]) -> list[str]: ...
-
-    @abstractmethod
-    def place_in(self, tx: Tx, batch: Sequence[Out]) -> list[tuple[Published, int]]:
-        """Publish messages. Return each result with the position of the message."""
-
-    @abstractmethod
-    def settle_in(self, tx: Tx, items: Sequence[tuple[Delivery, Outcome]]) -> list[bool]: ...
-
-    @abstractmethod
-    def hold_in(self, tx: Tx, topic: str, group: str, until: Mapping[str, float]) -> None: ...
-
-    @abstractmethod
-    def extend_in(
-        self, tx: Tx, topic: str, group: str, deliveries: Sequence[Delivery], until: float
-    ) -> list[bool]: ...
-
-    @abstractmethod
-    def purge_in(self, tx: Tx, topic: str) -> int:
-        """Delete all messages of a topic except those in flight. Return how many.
-
-        Messages that are kept for replay are also deleted.
-        """
-
-    @abstractmethod
-    def replay_in(self, tx: Tx, topic: str, group: str, since: float) -> int: ...
-
-    @abstractmethod
-    def holds_in(self, tx: Tx, deliveries: Sequence[Delivery]) -> list[bool]: ...
-
-    @abstractmethod
-    def reclaim_in(self, tx: Tx, owner: str) -> list[str]: ...
-
-    @abstractmethod
-    def pause_in(self, tx: Tx, topic: str, reason: str | None) -> bool: ...
-
-    @abstractmethod
-    def hasten_in(
-        self, tx: Tx, topic: str, group: str, key: str, positions: Sequence[int]
-    ) -> None: ...
-
-    @abstractmethod
-    def prune_in(self, tx: Tx, limit: int = 2000) -> int: ...
-
-    @abstractmethod
-    def running_in(self, tx: Tx, limit: int) -> dict[str, int]: ...
-
-    @abstractmethod
-    def leased_in(self, tx: Tx, limit: int) -> list[str]: ...
-
-    @abstractmethod
-    def oldest_in(self, tx: Tx, limit: int) -> float | None: ...
-
-    @abstractmethod
-    def depths_in(
-        self,
-        tx: Tx,
-        topic: str,
-        group: str,
-        keys: Sequence[str] | None = None,
-        *,
-        limit: int = 1000,
-    ) -> dict[str, int]: ...
-
-    @abstractmethod
-    def _figures(self, tx: Tx, topic: str, group: str) -> tuple[int, int, int, float | None]:
+    def _figures(self, topic: str, group: str) -> tuple[int, int, int, float | None]:
         """Return the numbers of ready, leased and delayed messages, and the time of the oldest."""
 
     @abstractmethod
     def _waiting(
-        self, tx: Tx, topic: str, limit: int
+        self, topic: str, limit: int
     ) -> Iterable[tuple[str, str, bytes, str | None, int, float]]:
         """Yield (id, key, body, headers, priority, not_before) of messages, oldest first."""
 
     @abstractmethod
-    def _noted(self, tx: Tx) -> Iterable[tuple[str, str, int, int, int, int]]:
+    def _noted(self) -> Iterable[tuple[str, str, int, int, int, int]]:
         """Yield (topic, group, group id, ready, leased, delayed) from the counters."""
 
 
-def letter(d: Delivery, reason: str) -> Out:
-    """Return the message of a dead delivery for the topic `.dead`, which other tools read."""
-    headers = {**d.headers, "penstock-reason": reason, "penstock-position": str(d.position)}
-    return Out(topic=d.topic + ".dead", id=d.id, key=d.key, body=d.body, headers=headers)
+Q = TypeVar("Q", bound=SqlQueue)
 
 
-class SqlSubscription:
-    """A subscription. Implements ports.Subscription except `receive` and `close`."""
+class SqlSubscription(Generic[Q]):
+    """A subscription. Implements ports.Subscription except `receive`."""
 
-    _wake: asyncio.Event
-
-    def __init__(self, queue: SqlQueue, topic: str, group: str, owner: str, lease: float) -> None:
-        self._queue, self.topic, self.group, self.owner, self.lease = (
-            queue,
-            topic,
-            group,
-            owner,
-            lease,
-        )
+    def __init__(self, queue: Q, topic: str, group: str, owner: str, lease: float) -> None:
+        self._queue, self.topic, self.group = queue, topic, group
+        self.owner, self.lease = owner, lease
+        self._wake = asyncio.Event()
+        queue.waiters[topic].add(self._wake)
 
     async def _pause(self, seconds: float) -> None:
-        await nap(self._queue.clock, seconds, self._wake)
+        await wait(self._queue.clock, self._wake, seconds)
+
+    async def close(self) -> None:
+        self._queue.waiters[self.topic].discard(self._wake)
 
     async def settle(self, items: Sequence[tuple[Delivery, Outcome]]) -> Sequence[bool]:
-        answers = await self._queue.db.write(lambda tx: self._queue.settle_in(tx, items))
+        answers = await self._queue.db.write(lambda tx: self._queue.bind(tx).settle(items))
         self._queue.wake([self.topic])
         return answers
 
     async def extend(self, deliveries: Sequence[Delivery], seconds: float) -> Sequence[bool]:
         until = self._queue.clock.now() + seconds
         return await self._queue.db.write(
-            lambda tx: self._queue.extend_in(tx, self.topic, self.group, deliveries, until),
+            lambda tx: self._queue.bind(tx).extend(self.topic, self.group, deliveries, until),
             durable=False,
         )
 
     async def hold(self, until: Mapping[str, float]) -> None:
         if until:
             await self._queue.db.write(
-                lambda tx: self._queue.hold_in(tx, self.topic, self.group, until), durable=False
+                lambda tx: self._queue.bind(tx).hold_keys(self.topic, self.group, until),
+                durable=False,
             )
-
-
-class BoundSqlQueue:
-    """The queue of a broker that shares the ledger's store, bound to one transaction."""
-
-    def __init__(self, tx: Tx, queue: SqlQueue) -> None:
-        self._tx, self._queue = tx, queue
-
-    def enqueue(self, batch: Sequence[Out]) -> list[tuple[Published, int]]:
-        return self._queue.place_in(self._tx, batch)
-
-    def settle(self, items: Sequence[tuple[Delivery, Outcome]]) -> list[bool]:
-        return self._queue.settle_in(self._tx, items)
-
-    def settle_undurably(self, items: Sequence[tuple[Delivery, Outcome]]) -> None:
-        self._queue.settle_in(self._tx, items)
-
-    def holds(self, deliveries: Sequence[Delivery]) -> list[bool]:
-        return self._queue.holds_in(self._tx, deliveries)
-
-    def defer_copy(self, delivery: Delivery, state: EventState, now: float) -> None:
-        return None
-
-    def may_start(self, rows: Sequence[int]) -> list[bool]:
-        return [True] * len(rows)
-
-    def hold_keys(self, topic: str, group: str, until: Mapping[str, float]) -> None:
-        self._queue.hold_in(self._tx, topic, group, until)
-
-    def reclaim(self, worker: str) -> list[str]:
-        return self._queue.reclaim_in(self._tx, worker)
-
-    def pause(self, topic: str, reason: str | None) -> bool:
-        return self._queue.pause_in(self._tx, topic, reason)
-
-    def paused(self) -> dict[str, str]:
-        return self._queue.paused_in(self._tx)
-
-    def make_due(self, topic: str, group: str, key: str, positions: Sequence[int]) -> None:
-        self._queue.hasten_in(self._tx, topic, group, key, positions)
-
-    def prune(self) -> int:
-        return self._queue.prune_in(self._tx)
-
-    # -- reports -----------------------------------------------------------------------------------
-
-    def groups(self) -> list[tuple[str, str]]:
-        return self._queue.groups_in(self._tx)
-
-    def leases_by_worker(self, limit: int) -> dict[str, int]:
-        return self._queue.running_in(self._tx, limit)
-
-    def oldest(self, limit: int) -> float | None:
-        return self._queue.oldest_in(self._tx, limit)
-
-    def leased_ids(self, limit: int) -> list[str]:
-        return self._queue.leased_in(self._tx, limit)
-
-    def depths(
-        self, topic: str, group: str, keys: Sequence[str] | None = None, *, limit: int = 1000
-    ) -> dict[str, int]:
-        return self._queue.depths_in(self._tx, topic, group, keys, limit=limit)
-
-    def audit(self, now: float) -> QueueAudit:
-        return self._queue.audit_in(self._tx, now)

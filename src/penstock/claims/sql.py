@@ -1,51 +1,47 @@
-"""Claims on URLs, slots of hosts and robots.txt bodies, in SQL. The decisions are in rules/."""
+"""Claims on URLs, state of hosts and robots.txt bodies, in SQL. The decisions are in rules/."""
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from penstock.ports import ClaimChange, Clock, Holder
+from penstock.claims.views import HostView, usual_limits
+from penstock.ports import CachedRobots, ClaimChange, Clock, Exempt, Holder
 from penstock.rules import pace
 from penstock.stores.context import Context
 from penstock.stores.sql import SqlStore, Tx
 
 SCHEMA = """
--- Who fetched or fetches a URL, the last success before that, and the one event delayed to the window's end. Written once per fetch:
--- how far the owner has come is in its ledger row.
-CREATE TABLE claim(url_key BLOB PRIMARY KEY, owner TEXT NOT NULL, good TEXT, next TEXT, at REAL NOT NULL) WITHOUT ROWID;
--- Beside the state, what every worker looks at ten times a second: hosts that are held back, and those with limits of their own.
-CREATE TABLE host(host TEXT PRIMARY KEY, state BLOB NOT NULL, blocked_until REAL NOT NULL, slowed INTEGER NOT NULL, own INTEGER NOT NULL,
-  concurrency INTEGER) WITHOUT ROWID;
+-- Owner of a URL, the last success before the owner, and the event delayed to the window's end.
+-- A row is written once per fetch. The ledger row of the owner has its progress.
+CREATE TABLE claim(url_key BLOB PRIMARY KEY, owner TEXT NOT NULL, good TEXT, next TEXT,
+  at REAL NOT NULL) WITHOUT ROWID;
+-- Every worker reads the columns after the state ten times a second: blocked hosts, and hosts with
+-- their own limits.
+CREATE TABLE host(host TEXT PRIMARY KEY, state BLOB NOT NULL, blocked_until REAL NOT NULL,
+  slowed INTEGER NOT NULL, own INTEGER NOT NULL, concurrency INTEGER) WITHOUT ROWID;
 CREATE INDEX host_slowed ON host(slowed) WHERE slowed=1;
 CREATE INDEX host_own ON host(own) WHERE own=1;
--- Rules of ours that are not kept somewhere, and who said so, why, and from when to when. Written by sql_hosts.
-CREATE TABLE exception(n INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT NOT NULL, host TEXT NOT NULL, reason TEXT NOT NULL, who TEXT NOT NULL, at REAL NOT NULL,
-  ended REAL);
+-- Rules that are not obeyed at a host, with reason, operator, start and end.
+CREATE TABLE exception(n INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT NOT NULL, host TEXT NOT NULL,
+  reason TEXT NOT NULL, who TEXT NOT NULL, at REAL NOT NULL, ended REAL);
 CREATE UNIQUE INDEX exception_open ON exception(kind, host) WHERE ended IS NULL;
-CREATE TABLE robots(origin TEXT PRIMARY KEY, body BLOB, status INTEGER NOT NULL, until REAL NOT NULL) WITHOUT ROWID;
+CREATE TABLE robots(origin TEXT PRIMARY KEY, body BLOB, status INTEGER NOT NULL,
+  until REAL NOT NULL) WITHOUT ROWID;
 """
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(pace.HostState).decode
 
 
-class SqlClaims:
+class SqlClaims(HostView):
     """Slots of hosts and the cache of robots.txt. Implements ports.Pace and ports.RobotsCache."""
 
     def __init__(self, db: SqlStore, clock: Clock, limits: pace.Limits, rng: random.Random) -> None:
-        self.db, self.clock, self.limits, self.rng = db, clock, limits, rng
+        super().__init__(clock.now, limits, rng)
+        self.db, self.clock = db, clock
         self.pruned = b""  # URL key after which the next prune continues
-        self._gaps: dict[str, float] = {}  # host -> interval when slots were last reserved
-        # Throttled or paused host -> time before which no request is sent to it.
-        self._slowed: dict[str, float] = {}
-        # Host -> time when its interval grew. Slots that were reserved before are too close
-        # together.
-        self._voided: dict[str, float] = {}
-        self._own: dict[str, int] = {}  # host -> its own limit on requests in flight
-        self._exempt: frozenset[str] = frozenset()  # hosts whose robots.txt is not obeyed
         db.part("claims", 1, SCHEMA)
 
     # -- pace --------------------------------------------------------------------------------------
@@ -54,110 +50,15 @@ class SqlClaims:
         self, wants: Mapping[str, int], *, within: float | None = None
     ) -> Mapping[str, Sequence[float]]:
         return await self.db.write(
-            lambda tx: self.reserve_in(tx, wants, within=within), durable=False
+            lambda tx: SqlHosts(tx, self).reserve(wants, within), durable=False
         )
 
-    def reserve_in(
-        self, tx: Tx, wants: Mapping[str, int], *, within: float | None = None
-    ) -> dict[str, Sequence[float]]:
-        now = self.clock.now()
-        slots: dict[str, Sequence[float]] = {}
-        known = dict(
-            tx.executemany(
-                "SELECT host, state FROM host WHERE host=?", [(host,) for host in wants]
-            ).fetchall()
-        )
-        for host, n in wants.items():
-            state = _decode(known[host]) if host in known else pace.HostState()
-            if len(self._gaps) > 8192:
-                self._gaps.clear()
-            self._gaps[host] = pace.interval(state, self.limits)
-            after, slots[host] = pace.reserve(
-                state, self.limits, now, n, [self.rng.random() for _ in range(n)], within
-            )
-            if after != state:
-                self.keep_in(tx, host, after)
-        return slots
-
-    async def report(
-        self, host: str, *, status: int, retry_after: float | None, seconds: float
-    ) -> None:
-        """Update the host's state after a response.
-
-        Writes only if the status is 429 or 503, or if the host is throttled or paused.
-        """
-        if status in (429, 503) or host in self._slowed:
-            state = await self.db.write(
-                lambda tx: self._report(tx, host, status, retry_after, seconds), durable=False
-            )
-            self._slowed[host] = pace.held_until(state)
-            self._void(host, state.slower_since)
-
-    def _report(
-        self, tx: Tx, host: str, status: int, retry_after: float | None, seconds: float
+    async def _change_state(
+        self, host: str, decide: Callable[[pace.HostState], pace.HostState]
     ) -> pace.HostState:
-        state = pace.report(
-            self.state_in(tx, host), self.limits, self.clock.now(), status, retry_after, seconds
+        return await self.db.write(
+            lambda tx: SqlHosts(tx, self).change(host, decide), durable=False
         )
-        self.keep_in(tx, host, state)
-        return state
-
-    async def crawl_delay(self, host: str, seconds: float | None) -> None:
-        def work(tx: Tx) -> float:
-            state, now = self.state_in(tx, host), self.clock.now()
-            if state.crawl_delay != seconds:
-                state = msgspec.structs.replace(state, crawl_delay=seconds, slower_since=now)
-                # The request for robots.txt was just sent, so the delay begins now.
-                if seconds:
-                    state = msgspec.structs.replace(
-                        state, tat=max(state.tat, now + pace.interval(state, self.limits))
-                    )
-                self.keep_in(tx, host, state)
-            return state.slower_since
-
-        since = await self.db.write(work, durable=False)
-        if seconds:
-            self._void(host, since)
-
-    def gap(self, host: str) -> float:
-        """Return the host's interval in seconds at the last reservation. 0 means unlimited."""
-        return self._gaps.get(host, 0.0)
-
-    def voided(self, host: str) -> float:
-        return self._voided.get(host, 0.0)
-
-    def _void(self, host: str, at: float) -> None:
-        # Drop entries older than 60 s. No slot is reserved that far ahead.
-        if len(self._voided) > 8192:
-            old = self.clock.now() - 60.0
-            self._voided = {h: at for h, at in self._voided.items() if at > old}
-        self._voided[host] = max(at, self._voided.get(host, 0.0))
-
-    def state_in(self, tx: Tx, host: str) -> pace.HostState:
-        raw = tx.execute("SELECT state FROM host WHERE host=?", (host,)).get
-        return pace.HostState() if raw is None else _decode(raw)
-
-    def keep_in(self, tx: Tx, host: str, state: pace.HostState) -> None:
-        held = pace.held_until(state)
-        own = state.rate is not None or state.burst is not None or state.concurrency is not None
-        tx.execute(
-            "INSERT INTO host VALUES(?,?,?,?,?,?) ON CONFLICT(host) DO UPDATE SET state=excluded.state, blocked_until=excluded.blocked_until,"
-            " slowed=excluded.slowed, own=excluded.own, concurrency=excluded.concurrency",
-            (
-                host,
-                _encode(state),
-                held,
-                int(state.penalty > 1 or held > self.clock.now()),
-                int(own),
-                state.concurrency,
-            ),
-        )
-
-    def blocked_until(self, host: str) -> float:
-        return self._slowed.get(host, 0.0)
-
-    def concurrency(self, host: str) -> int:
-        return self._own.get(host, self.limits.concurrency)
 
     async def refresh(self) -> None:
         """Read the shared state of hosts into the local view.
@@ -170,7 +71,7 @@ class SqlClaims:
         told = [host for host, until in self._slowed.items() if until > before.get(host, 0.0)]
         if told:
             for host, since in await self.db.read(
-                lambda tx: [(name, self.state_in(tx, name).slower_since) for name in told]
+                lambda tx: [(name, SqlHosts(tx, self).state(name).slower_since) for name in told]
             ):
                 self._void(host, since)
 
@@ -183,11 +84,11 @@ class SqlClaims:
             )
         )
 
-    def exempt(self, host: str) -> bool:
-        return host in self._exempt
-
     async def keep_robots(self, origin: str, body: bytes | None, status: int, until: float) -> None:
-        sql = "INSERT INTO robots VALUES(?,?,?,?) ON CONFLICT(origin) DO UPDATE SET body=excluded.body, status=excluded.status, until=excluded.until"
+        sql = (
+            "INSERT INTO robots VALUES(?,?,?,?) ON CONFLICT(origin) DO UPDATE"
+            " SET body=excluded.body, status=excluded.status, until=excluded.until"
+        )
         await self.db.write(
             lambda tx: tx.execute(sql, (origin, body, status, until)), durable=False
         )
@@ -265,9 +166,121 @@ class SqlClaimTable:
         self._claims.pruned = part[-1][0] if part else b""
 
 
-def claims_on(store: SqlStore, context: Context) -> SqlClaims:
-    c = context.config.pace
-    limits = pace.Limits(
-        rate=None if c.rate == math.inf else c.rate, burst=c.burst, concurrency=c.concurrency
-    )
-    return SqlClaims(store, context.clock, limits, context.rng)
+class SqlHosts:
+    """Hosts inside one transaction.
+
+    Workers read a cached view of the same table in `SqlClaims`.
+    """
+
+    def __init__(self, tx: Tx, claims: SqlClaims) -> None:
+        self._tx, self._claims = tx, claims
+
+    def reserve(
+        self, wants: Mapping[str, int], within: float | None
+    ) -> Mapping[str, Sequence[float]]:
+        now = self._claims.clock.now()
+        slots: dict[str, Sequence[float]] = {}
+        known = dict(
+            self._tx.executemany(
+                "SELECT host, state FROM host WHERE host=?", [(host,) for host in wants]
+            ).fetchall()
+        )
+        for host, n in wants.items():
+            state = _decode(known[host]) if host in known else pace.HostState()
+            after, slots[host] = self._claims.next_slots(host, state, n, now, within)
+            if after != state:
+                self._keep(host, after)
+        return slots
+
+    # -- states ------------------------------------------------------------------------------------
+
+    def state(self, host: str) -> pace.HostState:
+        raw = self._tx.execute("SELECT state FROM host WHERE host=?", (host,)).get
+        return pace.HostState() if raw is None else _decode(raw)
+
+    def change(
+        self, host: str, change: Callable[[pace.HostState], pace.HostState]
+    ) -> pace.HostState:
+        """As HostTable.change. If `change` returns its argument, the state is not written."""
+        before = self.state(host)
+        after = change(before)
+        if after is not before:
+            self._keep(host, after)
+        return after
+
+    def _keep(self, host: str, state: pace.HostState) -> None:
+        held = pace.held_until(state)
+        own = state.rate is not None or state.burst is not None or state.concurrency is not None
+        self._tx.execute(
+            "INSERT INTO host VALUES(?,?,?,?,?,?) ON CONFLICT(host) DO UPDATE"
+            " SET state=excluded.state, blocked_until=excluded.blocked_until,"
+            " slowed=excluded.slowed, own=excluded.own, concurrency=excluded.concurrency",
+            (
+                host,
+                _encode(state),
+                held,
+                int(state.penalty > 1 or held > self._claims.clock.now()),
+                int(own),
+                state.concurrency,
+            ),
+        )
+
+    def list(self, limit: int) -> dict[str, pace.HostState]:
+        """Return hosts with a state. Blocked hosts and hosts with own limits come first."""
+        found: dict[str, pace.HostState] = {}
+        for where in ("slowed=1", "own=1", "1=1"):
+            if len(found) < limit:
+                rows = self._tx.execute(
+                    f"SELECT host, state FROM host WHERE {where} ORDER BY host LIMIT ?", (limit,)
+                )
+                found |= {host: _decode(raw) for host, raw in rows if host not in found}
+        return dict([*found.items()][:limit])
+
+    def robots(self, host: str) -> Sequence[CachedRobots]:
+        origins = [f"{scheme}://{host}" for scheme in ("https", "http")]
+        rows = self._tx.execute(
+            "SELECT origin, status, until, body FROM robots WHERE origin IN (?,?)"
+            " ORDER BY origin DESC",
+            origins,
+        )
+        return [
+            CachedRobots(origin, status, until, body or b"") for origin, status, until, body in rows
+        ]
+
+    # -- exceptions --------------------------------------------------------------------------------
+
+    def exceptions(
+        self, hosts: Sequence[str] | None = None, *, ended: bool = False, limit: int = 1000
+    ) -> Sequence[Exempt]:
+        where = ["1=1"] if ended else ["ended IS NULL"]
+        if hosts is not None:
+            where.append(f"host IN ({','.join('?' * len(hosts))})")
+        sql = (
+            "SELECT kind, host, reason, who, at, ended FROM exception"
+            f" WHERE {' AND '.join(where)} ORDER BY n DESC LIMIT ?"
+        )
+        return [Exempt(*row) for row in self._tx.execute(sql, (*(hosts or ()), limit))]
+
+    def add_exception(
+        self, kind: str, host: str, reason: str, who: str, *, once: bool = False
+    ) -> None:
+        now = self._claims.clock.now()
+        if not once:
+            self.end_exception(kind, host)
+        self._tx.execute(
+            "INSERT INTO exception(kind, host, reason, who, at, ended) VALUES(?,?,?,?,?,?)",
+            (kind, host, reason, who, now, now if once else None),
+        )
+
+    def end_exception(self, kind: str, host: str) -> bool:
+        self._tx.execute(
+            "UPDATE exception SET ended=? WHERE kind=? AND host=? AND ended IS NULL",
+            (self._claims.clock.now(), kind, host),
+        )
+        return self._tx.changes() > 0
+
+
+def open_claims(url: str, context: Context) -> SqlClaims:
+    """Open the claims in an SQLite file or in PostgreSQL."""
+    limits = usual_limits(context.config.pace)
+    return SqlClaims(context.store(url), context.clock, limits, context.rng)

@@ -47,7 +47,7 @@ def doctor(
     unreachable = False
     try:
         with common.stores(config=config) as stores:
-            found += checks.store(stores, stores.workers_directory)
+            found += checks.store(stores.uow, stores.db, stores.clock, stores.workers_directory)
     except PenstockError as e:
         unreachable = True
         found.append(checks.Finding("store", "fail", e.message, e.hint))

@@ -238,7 +238,8 @@ def _open(common: Common, *, create: bool) -> Iterator[tuple[Domains, Any]]:
 
     config = common.load().config
     with common.stores(create=create, config=config) as stores:
-        yield Domains(stores, product_token(config.net.user_agent)), stores
+        agent = product_token(config.net.user_agent)
+        yield Domains(stores.uow, stores.clock, stores.limits, agent), stores
 
 
 def _key(host: str, common: Common) -> str:

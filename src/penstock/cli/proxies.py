@@ -176,8 +176,7 @@ def _known(common: Common, config: Config) -> tuple[list[Row], dict[str, tuple[f
 
     try:
         with common.stores(config=config) as stores:
-            proxies, store = stores.proxies, stores.db
-            return store.moment(proxies.troubled_in), store.moment(proxies.lists_in)
+            return stores.proxies.troubled(), stores.proxies.lists()
     except NoState:
         return [], {}
 

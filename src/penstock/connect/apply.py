@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,8 +124,6 @@ def state_of(status: Status) -> dict[str, Any]:
 
 def first_lines(state: State, limit: int = 6) -> list[str]:
     """Return the first messages of a Java stack trace, without the frames."""
-    lines = [line.strip() for line in state.trace.splitlines() if line.strip()]
-    messages: Sequence[str] = [
-        line for line in lines if not line.startswith(("at ", "...", "Suppressed:"))
-    ]
-    return [line[:400] for line in messages[:limit]]
+    lines = (line.strip() for line in state.trace.splitlines())
+    messages = [x for x in lines if x and not x.startswith(("at ", "...", "Suppressed:"))]
+    return [message[:400] for message in messages[:limit]]

@@ -58,6 +58,11 @@ def json_converters(*, schemas: bool) -> dict[str, str]:
     }
 
 
+def _set_only(options: dict[str, str]) -> dict[str, str]:
+    """Return the options that have a value."""
+    return {option: value for option, value in options.items() if value}
+
+
 def hints(table: ConnectOptions, first: list[str]) -> dict[str, str]:
     """Return the transforms of a source: `first`, then one for each routing hint.
 
@@ -114,18 +119,16 @@ def _debezium_postgres(table: ConnectOptions, place: Target) -> dict[str, str]:
         # A heartbeat confirms the position even if the table does not change. Otherwise the slot
         # would keep the WAL of all other tables.
         "heartbeat.interval.ms": table.milliseconds("heartbeat", "10s"),
-        # The slot stays in use for a short time after its reader was killed, so the connector retries.
+        # The slot stays in use for a short time after its reader was killed, so the connector
+        # retries.
         "slot.retry.delay.ms": "2000",
         "slot.max.retries": "30",
         "retriable.restart.connector.wait.ms": "2000",
         "topic.creation.default.partitions": str(table.number("partitions", -1, -1, 10_000)),
         "topic.creation.default.replication.factor": str(table.number("replication", -1, -1, 100)),
         **json_converters(schemas=table.flag("schemas", False)),
+        **_set_only({"database.password": database.password, "database.sslmode": database.sslmode}),
     }
-    if database.password:
-        config["database.password"] = database.password
-    if database.sslmode:
-        config["database.sslmode"] = database.sslmode
     if first:
         config |= {
             "transforms.unwrap.type": "io.debezium.transforms.ExtractNewRecordState",
@@ -158,16 +161,15 @@ def _http_source(table: ConnectOptions, place: Target) -> dict[str, str]:
         ),
         **json_converters(schemas=False),
     }
-    optional = {
-        "params": "http.request.params",
-        "headers": "http.request.headers",
-        "key": "http.response.record.key.pointer",
-        "timestamp": "http.response.record.timestamp.pointer",
-        "initial": "http.offset.initial",
-    }
-    config |= {
-        option: value for name, option in optional.items() if (value := table.text(name, ""))
-    }
+    config |= _set_only(
+        {
+            "http.request.params": table.text("params", ""),
+            "http.request.headers": table.text("headers", ""),
+            "http.response.record.key.pointer": table.text("key", ""),
+            "http.response.record.timestamp.pointer": table.text("timestamp", ""),
+            "http.offset.initial": table.text("initial", ""),
+        }
+    )
     if user := table.text("user", ""):
         config |= {
             "http.auth.type": "BASIC",
@@ -186,20 +188,17 @@ def _http_source(table: ConnectOptions, place: Target) -> dict[str, str]:
 
 
 def _aws(table: ConnectOptions) -> dict[str, str]:
-    config = {
-        "aws.s3.bucket.name": table.text("bucket", example="shop-data"),
-        "aws.s3.region": table.text("region", example="eu-central-1"),
-    }
-    optional = {
-        "prefix": "aws.s3.prefix",
-        "endpoint": "aws.s3.endpoint",
-        "key": "aws.access.key.id",
-        "secret": "aws.secret.access.key",
-        "role": "aws.sts.role.arn",
-    }
-    return config | {
-        option: value for name, option in optional.items() if (value := table.text(name, ""))
-    }
+    return _set_only(
+        {
+            "aws.s3.bucket.name": table.text("bucket", example="shop-data"),
+            "aws.s3.region": table.text("region", example="eu-central-1"),
+            "aws.s3.prefix": table.text("prefix", ""),
+            "aws.s3.endpoint": table.text("endpoint", ""),
+            "aws.access.key.id": table.text("key", ""),
+            "aws.secret.access.key": table.text("secret", ""),
+            "aws.sts.role.arn": table.text("role", ""),
+        }
+    )
 
 
 def _s3_source(table: ConnectOptions, place: Target) -> dict[str, str]:
@@ -221,11 +220,11 @@ def _s3_source(table: ConnectOptions, place: Target) -> dict[str, str]:
 # -- sinks -----------------------------------------------------------------------------------------
 
 
-def _sink(table: ConnectOptions, place: Target, *, schemas: bool = True) -> dict[str, str]:
+def _sink(table: ConnectOptions, place: Target) -> dict[str, str]:
     config = {
         "tasks.max": str(table.number("tasks", 1, 1, 1000)),
         "topics": place.topic,
-        **json_converters(schemas=schemas),
+        **json_converters(schemas=True),
     }
     # Without a dead letter topic, a record that cannot be written stops the task, so no record is
     # skipped unnoticed.
@@ -247,7 +246,7 @@ def _jdbc_postgres(table: ConnectOptions, place: Target) -> dict[str, str]:
     url = f"jdbc:postgresql://{database.host}:{database.port}/{database.name}" + (
         f"?sslmode={database.sslmode}" if database.sslmode else ""
     )
-    config = {
+    return {
         **_sink(table, place),
         "connection.url": url,
         "connection.username": database.user,
@@ -264,18 +263,19 @@ def _jdbc_postgres(table: ConnectOptions, place: Target) -> dict[str, str]:
         "flush.max.retries": "60",
         "flush.retry.delay.ms": "2000",
         "connection.restart.on.errors": "true",
+        **_set_only(
+            {
+                "primary.key.fields": ",".join(place.key),
+                "connection.password": database.password,
+            }
+        ),
     }
-    if place.key:
-        config["primary.key.fields"] = ",".join(place.key)
-    if database.password:
-        config["connection.password"] = database.password
-    return config
 
 
 def _snowflake(table: ConnectOptions, place: Target) -> dict[str, str]:
     target = table.text("table", place.topic.rpartition(".")[2])
-    config = {
-        **_sink(table, place, schemas=True),
+    return {
+        **_sink(table, place),
         "snowflake.url.name": table.text(
             "account", example="myorg-myaccount.snowflakecomputing.com:443"
         ),
@@ -288,15 +288,12 @@ def _snowflake(table: ConnectOptions, place: Target) -> dict[str, str]:
         "snowflake.enable.schematization": "true",
         "snowflake.streaming.validate.compatibility.with.classic": "false",
         "behavior.on.null.values": "IGNORE",  # the sink only appends: it cannot apply a tombstone
+        **_set_only({"snowflake.private.key.passphrase": table.text("passphrase", "")}),
     }
-    if passphrase := table.text("passphrase", ""):
-        config["snowflake.private.key.passphrase"] = passphrase
-    return config
 
 
 def _bigquery(table: ConnectOptions, place: Target) -> dict[str, str]:
     target = table.text("table", place.topic.rpartition(".")[2])
-    upsert = table.flag("upsert", True)
     config = {
         **_sink(table, place),
         "project": table.text("project", example="my-project"),
@@ -311,7 +308,7 @@ def _bigquery(table: ConnectOptions, place: Target) -> dict[str, str]:
     }
     if config["keySource"] != "APPLICATION_DEFAULT":
         config["keyfile"] = table.text("keyfile", example="/run/secrets/bigquery.json")
-    if upsert:
+    if table.flag("upsert", True):
         config |= {
             "upsertEnabled": "true",
             "deleteEnabled": "true",

@@ -6,9 +6,9 @@ See `connectors` for the meaning of the options.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from penstock.config import units
@@ -16,6 +16,7 @@ from penstock.config.options import resolve_env, suggest
 from penstock.errors import ConfigError
 from penstock.rules.masking import mask
 
+T = TypeVar("T")
 # ${env:NAME} and ${file:PATH:KEY} are resolved by configuration providers of the Connect worker, so
 # Penstock never sees the value.
 PLACEHOLDER = re.compile(r"\$\{[A-Za-z0-9_-]+:[^{}]+\}")
@@ -95,13 +96,61 @@ class ConnectOptions:
             raise self.wrong(name, f"is {value!r}", f"one of {', '.join(choices)}")
         return value
 
-    def number(self, name: str, default: int, low: int, high: int) -> int:
-        value = self._value(name)
+    def _checked(
+        self, name: str, default: T, fits: Callable[[Any], bool], *, hint: str, problem: str = ""
+    ) -> T:
+        """Return a value, or the default if it is not set. Raise ConfigError if it does not fit."""
+        value: T | None = self._value(name)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise self.wrong(name, f"is {value!r}", f"a whole number from {low} to {high}")
+        if not fits(value):
+            raise self.wrong(name, problem or f"is {value!r}", hint)
         return value
+
+    def number(self, name: str, default: int, low: int, high: int) -> int:
+        return self._checked(
+            name,
+            default,
+            lambda v: isinstance(v, int) and not isinstance(v, bool) and low <= v <= high,
+            hint=f"a whole number from {low} to {high}",
+        )
+
+    def flag(self, name: str, default: bool) -> bool:
+        return self._checked(name, default, lambda v: isinstance(v, bool), hint="true or false")
+
+    def names(self, name: str, default: Sequence[str]) -> list[str]:
+        value = self._checked(
+            name,
+            default,
+            lambda v: (
+                isinstance(v, str | list | tuple)
+                and len(v) > 0
+                and all(isinstance(each, str) and each for each in v)
+            ),
+            problem="is not a list of names",
+            hint=f'"{name}": ["…"]',
+        )
+        return [value] if isinstance(value, str) else list(value)
+
+    def pairs(self, name: str) -> dict[str, str]:
+        """Return a table of plain values as texts."""
+        nothing: dict[str, Any] = {}
+        value = self._checked(
+            name,
+            nothing,
+            lambda v: (
+                isinstance(v, Mapping)
+                and all(
+                    isinstance(k, str) and k and isinstance(each, str | int | float | bool)
+                    for k, each in v.items()
+                )
+            ),
+            problem="is not a table of plain values",
+            hint=f'"{name}": {{"…": "…"}}',
+        )
+        return {
+            key: self._from_environment(f"{name}.{key}", _written(v)) for key, v in value.items()
+        }
 
     def milliseconds(self, name: str, default: str) -> str:
         value = self._value(name)
@@ -109,41 +158,6 @@ class ConnectOptions:
             return str(round(units.duration(default if value is None else value) * 1000))
         except ValueError:
             raise self.wrong(name, f"is {value!r}", '"20ms", "30s", "5m"') from None
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self._value(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.wrong(name, f"is {value!r}", "true or false")
-        return value
-
-    def names(self, name: str, default: Sequence[str] = ()) -> list[str]:
-        value = self._value(name)
-        if value is None:
-            return list(default)
-        values = [value] if isinstance(value, str) else value
-        if (
-            not isinstance(values, list | tuple)
-            or not values
-            or not all(isinstance(v, str) and v for v in values)
-        ):
-            raise self.wrong(name, "is not a list of names", f'"{name}": ["…"]')
-        return list(values)
-
-    def pairs(self, name: str) -> dict[str, str]:
-        """Return a table of plain values as texts."""
-        value = self._value(name)
-        if value is None:
-            return {}
-        if not isinstance(value, Mapping) or not all(
-            isinstance(k, str) and k and isinstance(v, str | int | float | bool)
-            for k, v in value.items()
-        ):
-            raise self.wrong(name, "is not a table of plain values", f'"{name}": {{"…": "…"}}')
-        return {
-            key: self._from_environment(f"{name}.{key}", _written(v)) for key, v in value.items()
-        }
 
     def database(self, name: str = "database") -> Database:
         """Return the database of `postgres://user:password@host:port/name`.

@@ -95,9 +95,8 @@ def rendered(
     key = tuple(
         k.strip() for k in (keys.split(",") if isinstance(keys, str) else keys) if k.strip()
     )
-    if side == "sink" and _normalized(
-        options.get("schemas", parse_qs(parts.query).get("schemas", ["true"])[-1])
-    ) in ("false", "no", "off", "0"):
+    schemas = options.get("schemas", parse_qs(parts.query).get("schemas", ["true"])[-1])
+    if side == "sink" and str(schemas).strip().lower() in ("false", "no", "off", "0"):
         raise ConfigError(
             f"{where}: connectors cannot read the topic without schemas",
             hint="remove `schemas`: the default is true",
@@ -125,10 +124,6 @@ def rendered(
             **more,
         },
     )
-
-
-def _normalized(value: object) -> str:
-    return str(value).strip().lower()
 
 
 def _kind(where: str, side: str, given: Mapping[str, Any]) -> Kind:

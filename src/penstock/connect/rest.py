@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import base64
 import http.client
-import ssl
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
 import msgspec
@@ -18,6 +17,7 @@ import msgspec
 from penstock.errors import ConfigError, PenstockError, Unreachable
 from penstock.rules.masking import mask
 
+T = TypeVar("T")
 TIMEOUT = 30.0  # seconds for one answer
 # Seconds for a validation. The Connect worker itself allows a connector 90 s to check its database.
 VALIDATION_TIMEOUT = 100.0
@@ -155,38 +155,32 @@ class Worker:
         }
 
     def connectors(self) -> dict[str, Known]:
-        found: dict[str, Known] = self._ask(
-            "GET", "/connectors?expand=info&expand=status", type=dict[str, Known]
-        )
-        return found
+        path = "/connectors?expand=info&expand=status"
+        return self._ask("GET", path, type=dict[str, Known])
 
     def status(self, name: str) -> Status:
-        found: Status = self._ask("GET", f"/connectors/{_quoted(name)}/status", type=Status)
-        return found
+        return self._ask("GET", f"/connectors/{_quoted(name)}/status", type=Status)
 
     def validate(self, cls: str, config: Mapping[str, str]) -> Validation:
         path = f"/connector-plugins/{_quoted(cls)}/config/validate"
-        found: Validation = self._ask(
-            "PUT", path, dict(config), type=Validation, timeout=VALIDATION_TIMEOUT
-        )
-        return found
+        return self._ask("PUT", path, config, type=Validation, timeout=VALIDATION_TIMEOUT)
 
     # -- changes -----------------------------------------------------------------------------------
 
     def put(self, name: str, config: Mapping[str, str]) -> None:
-        self._ask(
-            "PUT", f"/connectors/{_quoted(name)}/config", dict(config), timeout=VALIDATION_TIMEOUT
-        )
+        path = f"/connectors/{_quoted(name)}/config"
+        self._ask("PUT", path, config, type=object, timeout=VALIDATION_TIMEOUT)
 
     def restart(self, name: str, *, only_failed: bool) -> None:
         self._ask(
             "POST",
             f"/connectors/{_quoted(name)}/restart"
             f"?includeTasks=true&onlyFailed={str(only_failed).lower()}",
+            type=object,
         )
 
     def delete(self, name: str) -> None:
-        self._ask("DELETE", f"/connectors/{_quoted(name)}")
+        self._ask("DELETE", f"/connectors/{_quoted(name)}", type=object)
 
     # -- HTTP --------------------------------------------------------------------------------------
 
@@ -194,11 +188,12 @@ class Worker:
         self,
         method: str,
         path: str,
-        body: Any = None,
+        body: Mapping[str, str] | None = None,
         *,
-        type: Any = Any,
+        type: type[T],
         timeout: float = TIMEOUT,
-    ) -> Any:
+    ) -> T:
+        """Send a request and return the decoded answer, of the given type. Raises PenstockError."""
         until = self._now() + REBALANCE_TIMEOUT
         pause = 0.25
         while True:
@@ -209,22 +204,19 @@ class Worker:
             pause = min(2 * pause, 4.0)
         if not 200 <= status < 300:
             raise self._refusal(status, raw)
-        if not raw:
-            return None
         try:
-            return msgspec.json.decode(raw, type=type)
+            return msgspec.json.decode(raw or b"null", type=type)
         except msgspec.MsgspecError:
             raise Unreachable(
                 f"the server at {self.shown} is not a Kafka Connect worker", hint=HINT
             ) from None
 
-    def _exchange(self, method: str, path: str, body: Any, timeout: float) -> tuple[int, bytes]:
-        if self._tls:
-            connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-                self._host, self._port, timeout=timeout, context=ssl.create_default_context()
-            )
-        else:
-            connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout)
+    def _exchange(
+        self, method: str, path: str, body: Mapping[str, str] | None, timeout: float
+    ) -> tuple[int, bytes]:
+        # HTTPSConnection verifies the certificate of the server by default.
+        kind = http.client.HTTPSConnection if self._tls else http.client.HTTPConnection
+        connection = kind(self._host, self._port, timeout=timeout)
         try:
             connection.request(
                 method,

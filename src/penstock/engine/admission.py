@@ -318,10 +318,14 @@ class Admission:
         Return each fence. It is None if the event does not start. Then its delivery is settled, or
         its lease was lost. A power cut may lose the starts.
         """
-        wanted: dict[bytes, Event] = {}
-        for (_, e, _), needs_request in zip(starts, asks, strict=True):
-            if needs_request and not e.force:
-                wanted.setdefault(self._url_key(e.url), e)
+
+        def wanted() -> dict[bytes, Event]:
+            events: dict[bytes, Event] = {}
+            for (_, e, _), needs_request in zip(starts, asks, strict=True):
+                if needs_request and not e.force:
+                    events.setdefault(self._url_key(e.url), e)
+            return events
+
         session = await self._claims.open_for_start(wanted, self._takeovers)
         return await self._uow.write(
             lambda tx: self._begin(tx, session, starts, asks, writing),

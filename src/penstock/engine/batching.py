@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Group(Generic[T]):
+class Batcher(Generic[T]):
     """Collects items and passes each batch to `work`, in a separate task.
 
     Several of these tasks may run at the same time. `enough` is the size of a full batch in items.
@@ -46,7 +46,7 @@ class Group(Generic[T]):
             self._timer.cancel()
             self._timer = None
         if self.waiting:
-            group, self.waiting = self.waiting, []
-            task = asyncio.create_task(self._work(group))
+            batch, self.waiting = self.waiting, []
+            task = asyncio.create_task(self._work(batch))
             self.under_way.add(task)
             task.add_done_callback(self.under_way.discard)

@@ -51,7 +51,7 @@ class Claims(Protocol):
         """Prepare a transaction that reads the claims of these URL keys."""
 
     async def open_for_start(
-        self, wanted: Mapping[bytes, Event], takeovers: Takeovers
+        self, wanted: Callable[[], Mapping[bytes, Event]], takeovers: Takeovers
     ) -> ClaimSession:
         """Prepare a transaction that starts these events."""
 
@@ -65,7 +65,7 @@ class SharedClaims:
         return self
 
     async def open_for_start(
-        self, wanted: Mapping[bytes, Event], takeovers: Takeovers
+        self, wanted: Callable[[], Mapping[bytes, Event]], takeovers: Takeovers
     ) -> SharedClaims:
         return self
 
@@ -105,17 +105,18 @@ class PrefetchedClaims:
         return PrefetchedSession(self._claims, await self._claims.holders(list(keys())))
 
     async def open_for_start(
-        self, wanted: Mapping[bytes, Event], takeovers: Takeovers
+        self, wanted: Callable[[], Mapping[bytes, Event]], takeovers: Takeovers
     ) -> PrefetchedSession:
         """Take the claims before the start is recorded.
 
         The owner of a claim is an event and not a worker. If this process crashes before the start,
         the event still owns its claim when it is delivered again.
         """
-        holders = await self._claims.holders(list(wanted))
-        changes = [ClaimChange(key, e.id) for key, e in wanted.items() if key not in holders]
-        if any(holders[key].owner != e.id for key, e in wanted.items() if key in holders):
-            changes += await self._uow.read(lambda tx: takeovers(tx, holders, wanted))
+        events = wanted()
+        holders = await self._claims.holders(list(events))
+        changes = [ClaimChange(key, e.id) for key, e in events.items() if key not in holders]
+        if any(holders[key].owner != e.id for key, e in events.items() if key in holders):
+            changes += await self._uow.read(lambda tx: takeovers(tx, holders, events))
         session = PrefetchedSession(self._claims, holders)
         lost = []
         for change, taken in zip(changes, await self._claims.take(changes), strict=True):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from penstock.clock import nap
+from penstock.clock import wait
 from penstock.errors import PenstockError
 from penstock.locks import Lost
 from penstock.ports import (
@@ -102,25 +102,27 @@ class Flusher:
             reopens = 0
             while True:
                 try:
-                    wait = await self._step()
+                    delay = await self._step()
                 except Lost:
-                    self._opened, wait = False, 0.0
+                    self._opened, delay = False, 0.0
                     self._lock.lose()
                 except Reopen as e:
                     self._opened = False
                     reopens += 1
                     if reopens <= _REOPENS:
                         continue
-                    failures, wait = failures + 1, self._fail(e, failures)
+                    failures, delay = failures + 1, self._fail(e, failures)
                 except Exception as e:
                     # An outage, or a bug in a sink. In both cases the rows stay in the outbox, and
                     # `penstock status` shows the reason.
                     self._opened = False
-                    failures, wait = failures + 1, self._fail(e, failures)
+                    failures, delay = failures + 1, self._fail(e, failures)
                 else:
                     failures = reopens = 0
-                if wait > 0:
-                    await self._pause(wait, wakeable=self._lock.held and self.down is None)
+                if delay > 0 and self._lock.held and self.down is None:
+                    await wait(self.clock, self._woken, delay)
+                elif delay > 0:
+                    await self.clock.sleep(delay)
         finally:
             # Release the lock last. This process must not touch the target while another process
             # holds the lock.
@@ -278,8 +280,3 @@ class Flusher:
             self._told = self.sink.notice
             if self._told:
                 self._on_notice(self._told)
-
-    async def _pause(self, seconds: float, *, wakeable: bool) -> None:
-        if not wakeable:
-            return await self.clock.sleep(seconds)
-        await nap(self.clock, seconds, self._woken)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from penstock.clock import nap
+from penstock.clock import wait
 from penstock.errors import StoreUnavailable
 from penstock.locks import Lost
 from penstock.ports import Clock, Extraction, Lock, Transaction, UnitOfWork
@@ -50,7 +50,7 @@ class HookRunner:
                     busy = False
                 if not busy:
                     self._woken.clear()
-                    await nap(self.clock, 0.5, self._woken)
+                    await wait(self.clock, self._woken, 0.5)
         finally:
             self.lock.release()
 

@@ -232,7 +232,11 @@ class Lifecycle:
                 outcome: Outcome = Ack()
                 changed = id(end) in applied
                 if changed:
-                    self._count_success(tx, session, end, now, count)
+                    if end.links:
+                        self._accept_links(tx, session, end.event, end.links, now, count)
+                    count["success"] += 1
+                    if end.reason:
+                        count[end.reason] += 1
             else:
                 changed, outcome = self._end(tx, end, now, count)
             answers.append(changed)
@@ -253,15 +257,6 @@ class Lifecycle:
                 self._open_breaker(tx, topic, now)
         tx.queue.settle(settles)
         return answers
-
-    def _count_success(
-        self, tx: Transaction, session: ClaimSession, end: End, now: float, count: Counter[str]
-    ) -> None:
-        if end.links:
-            self._accept_links(tx, session, end.event, end.links, now, count)
-        count["success"] += 1
-        if end.reason:
-            count[end.reason] += 1
 
     def _end(
         self, tx: Transaction, end: End, now: float, count: Counter[str]

@@ -1,4 +1,4 @@
-"""Settings of the lifecycle, read from the configuration at the start."""
+"""Settings of lifecycle and worker, read from the configuration at the start."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from typing import Literal
 import msgspec
 
 from penstock.rules import breaker
+
+Stage = Literal["fetch", "extract", "sink"]
+ENTRY: dict[Stage, str] = {"fetch": "requests", "extract": "pages", "sink": "records"}
+HostKind = Literal["host", "domain"]
 
 
 class SinkBinding(msgspec.Struct, frozen=True):
@@ -31,5 +35,27 @@ class LifecycleSettings(msgspec.Struct, frozen=True, kw_only=True):
     emit_unchanged: bool = False  # send records to the sinks even if they are unchanged
     hooks: bool = False  # store changes for on_change hooks
     sinks: tuple[SinkBinding, ...] = ()
-    host_by: Literal["host", "domain"] = "host"
+    host_by: HostKind = "host"
     breaker: breaker.Limits = breaker.Limits()
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of one worker."""
+
+    concurrency: int = 256  # permits: handlers in progress at the same time
+    window: int = 1024  # prefetch window: deliveries held at the same time
+    byte_budget: int = 64 << 20  # bytes of held page bodies. Above this, no work is taken.
+    extract_group: int = 32  # pages of a full extraction batch
+    extract_linger: float = 0.01  # seconds that a page waits for a full batch
+    conclude_group: int = 512  # outcomes of a full batch
+    conclude_linger: float = 0.02  # seconds that an outcome waits for a full batch
+    # Permits. If fewer are free, and more deliveries than that are ready, starts wait for more.
+    start_group: int = 48
+    start_linger: float = 0.01  # seconds of that wait
+    lease: float = 30.0  # seconds, extended every third of it
+    grace: float = 25.0  # seconds in which started work may finish at shutdown
+    deadline: float = 600.0  # seconds of one handler. The watchdog cancels longer ones.
+    per_key: int | None = None  # deliveries of one host key in one `receive`, None for no limit
+    max_age: float = 7 * 86400.0  # seconds since acceptance, after which a failed event is dead
+    inline_max: int = 0  # bytes of the largest body that is sent inside its `pages` message
+    message_max: int | None = None  # bytes of the largest message on `pages`, None for no limit

@@ -96,7 +96,7 @@ class ChildProcess:
         self._killed_for: tuple[Reason, str] | None = None  # with its sentence
         self._timer: asyncio.TimerHandle | None = None
         self._extended_page_start = -1.0  # start of the page that has already got extra time
-        self._writing = self._reading = False
+        self._reading = False
         self._fds: list[int] = []
         self._memory: mmap.mmap | None = None
         try:
@@ -128,10 +128,10 @@ class ChildProcess:
     def _open_pipe(self) -> tuple[int, int]:
         r, w = os.pipe()
         self._fds += (r, w)
-        if hasattr(fcntl, "F_SETPIPE_SZ"):
-            # A per-user limit may forbid the larger size. Pipes of the default size work too.
-            with contextlib.suppress(OSError):
-                fcntl.fcntl(w, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        # A per-user limit may forbid the larger size, and macOS has only one size. Pipes of the
+        # default size work too.
+        with contextlib.suppress(OSError, AttributeError):
+            fcntl.fcntl(w, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         return r, w
 
     async def request(
@@ -171,28 +171,16 @@ class ChildProcess:
             while self._out:
                 sent = os.writev(self._w, self._out[:512])
                 self._last_write_at = time.monotonic()
-                done = 0
-                for done, buffer in enumerate(self._out[:512]):
-                    if sent < len(buffer):
-                        self._out[done] = memoryview(buffer)[sent:]
-                        break
-                    sent -= len(buffer)
-                else:
-                    done += 1
-                del self._out[:done]
+                while self._out and sent >= len(self._out[0]):
+                    sent -= len(self._out.pop(0))
+                if sent:
+                    self._out[0] = memoryview(self._out[0])[sent:]
         except BlockingIOError:
-            if not self._writing:
-                self._writing = True
-                self._loop.add_writer(self._w, self._write)
+            self._loop.add_writer(self._w, self._write)
             return
         except OSError:  # the child has exited or closed the pipe. The zygote reports its exit.
             self._out.clear()
-        self._stop_writing()
-
-    def _stop_writing(self) -> None:
-        if self._writing:
-            self._writing = False
-            self._loop.remove_writer(self._w)
+        self._loop.remove_writer(self._w)
 
     def _readable(self) -> bool:
         """Read and parse data. Return False at end-of-file, or if no data is available."""
@@ -368,7 +356,7 @@ class ChildProcess:
         if self._timer is not None:
             self._timer.cancel()
         self._out.clear()
-        self._stop_writing()
+        self._loop.remove_writer(self._w)
         self._stop_reading()
         self._close()
         if self._future is not None and not self._future.done():

@@ -51,14 +51,13 @@ def move_descriptor(fd: int) -> int:
     return moved
 
 
-def _memory() -> tuple[int, int] | None:
-    """Return address space and resident bytes of this process, or None without /proc."""
+def _address_space() -> int | None:
+    """Return the bytes of this process's address space, or None without /proc."""
     try:
         with open("/proc/self/statm", "rb") as f:
-            size, resident = f.read().split()[:2]
+            return int(f.read().split()[0]) * mmap.PAGESIZE
     except OSError:
         return None
-    return int(size) * mmap.PAGESIZE, int(resident) * mmap.PAGESIZE
 
 
 class Child:
@@ -76,14 +75,15 @@ class Child:
         progress_index: int,
     ) -> None:
         self._settings, self._pipeline = settings, pipeline
-        self._in, self._out, self._crash, self._bodies = requests, answers, crash, bodies
+        self._in = open(requests, "rb")  # noqa: SIM115 (read until this process exits)
+        self._out, self._crash, self._bodies = answers, crash, bodies
         self._progress, self._at = progress, progress_index * wire.PROGRESS_BYTES
         self._pid, self._handled = os.getpid(), 0
         self._runner: asyncio.Runner | None = None
-        self._initial_memory = _memory()
+        self._initial_memory = _address_space()
         if self._initial_memory is not None:
             _, self._hard_limit = resource.getrlimit(resource.RLIMIT_AS)
-            limit = self._initial_memory[0] + settings.memory
+            limit = self._initial_memory + settings.memory
             resource.setrlimit(
                 resource.RLIMIT_AS,
                 (
@@ -188,8 +188,8 @@ class Child:
             return True
         if lowest > _MIN_DESCRIPTOR // 2 or self._initial_memory is None:
             return lowest > _MIN_DESCRIPTOR // 2
-        now = _memory()
-        return now is None or now[0] - self._initial_memory[0] > self._settings.retire_bytes
+        now = _address_space()
+        return now is None or now - self._initial_memory > self._settings.retire_bytes
 
     def _lift_limit(self) -> None:
         """Lift the memory limit, so that there is memory left to report the error."""
@@ -214,17 +214,10 @@ class Child:
         os._exit(status & 0xFF)  # without waiting for threads of user code, which may never end
 
     def _read(self, size: int, *, may_end: bool = False) -> bytes:
-        data = os.read(self._in, size) if size else b""
-        if len(data) == size or (may_end and not data):
-            return data
-        parts, left = [data], size - len(data)
-        while left:
-            data = os.read(self._in, left)
-            if not data:
-                raise EOFError
-            parts.append(data)
-            left -= len(data)
-        return b"".join(parts)
+        data = self._in.read(size)
+        if len(data) < size and not (may_end and not data):
+            raise EOFError
+        return data
 
     def _write(self, data: bytes) -> None:
         rest = memoryview(data)

@@ -143,7 +143,8 @@ def encoding_error(page: FetchedPage) -> str:
     return ""
 
 
-def hook_request(changes: Sequence[bytes], token: int) -> list[bytes]:
+def hook_request(changes: Sequence[bytes], token: int, _memory: mmap.mmap) -> list[bytes]:
+    """Return the data to send through the pipe. Changes are small and need no shared memory."""
     meta = _encode(list(changes))
     return [REQUEST.pack(len(meta), len(changes), token, 0, Kind.HOOKS) + meta]
 

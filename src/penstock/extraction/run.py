@@ -119,7 +119,8 @@ class _EmptyKey(Exception):
 
 def _yields(extractor: Extractor, page: Page) -> Iterator[Any]:
     result = extractor.fn(page)
-    if not isinstance(result, Iterator):
+    is_iterator = isinstance(result, Iterator)
+    if not is_iterator:
         if result is None:
             return
         if isinstance(result, (list, tuple, set, str, bytes)):
@@ -128,17 +129,11 @@ def _yields(extractor: Extractor, page: Page) -> Iterator[Any]:
             )
         yield result
         return
-    while True:
-        try:
-            value = next(result)
-        except StopIteration as stop:
-            if stop.value is not None:
-                raise _InvalidRecord(
-                    f"returned a {type(stop.value).__name__} after yielding, "
-                    "which would be lost; yield it"
-                ) from None
-            return
-        yield value
+    returned = yield from result
+    if returned is not None:
+        raise _InvalidRecord(
+            f"returned a {type(returned).__name__} after yielding, which would be lost; yield it"
+        )
 
 
 def _link(follow: Follow, extractor: Extractor, page: Page) -> Link:
@@ -322,10 +317,8 @@ def _first_bad_field(fields: dict[str, Any]) -> str:
 def _fails(value: Any, how: type[Exception]) -> bool:
     try:
         _encode(value)
-    except how:
-        return True
-    except Exception:
-        return False
+    except Exception as e:
+        return isinstance(e, how)
     return False
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,15 +73,14 @@ class Sandbox:
     async def extract(
         self, pages: Sequence[FetchedPage], *, alone: bool = False
     ) -> Sequence[Extracted]:
-        results: list[Extracted | None] = [None] * len(pages)
+        results: dict[int, Extracted] = {}
         todo, suspects = list(range(len(pages))), list[int]()
         fresh = False
         while todo and not alone:
-            group = [pages[i] for i in todo]
             try:
                 reply = await self._request(
-                    lambda token, memory, group=group: wire.request(group, token, memory),  # type: ignore[misc]
-                    len(group),
+                    partial(wire.request, [pages[i] for i in todo]),
+                    len(todo),
                     wire.decode_results,
                     fresh=fresh,
                 )
@@ -88,18 +88,16 @@ class Sandbox:
                 for i in todo:
                     if reason := wire.encoding_error(pages[i]):
                         results[i] = _not_encodable(reason)
-                todo = [i for i in todo if results[i] is None]
+                todo = [i for i in todo if i not in results]
                 continue
             finished = len(reply.results)
-            for i, result in zip(todo, reply.results, strict=False):
-                results[i] = result
+            results.update(zip(todo, reply.results, strict=False))
             child_exit, rest = reply.exit, todo[finished:]
             todo = []
             if child_exit is None:
                 break
             if child_exit.internal:
-                for i in rest:
-                    results[i] = _internal_error(child_exit)
+                results.update({i: _internal_error(child_exit) for i in rest})
                 break
             if child_exit.page_index is not None and child_exit.page_index >= finished:
                 suspects.append(rest.pop(child_exit.page_index - finished))
@@ -108,32 +106,27 @@ class Sandbox:
                 break
             fresh = True
         last = todo + suspects  # suspects last: a suspect may use its whole time limit again
-        for i, result in zip(
-            last, await asyncio.gather(*[self._extract_alone(pages[i]) for i in last]), strict=True
-        ):
-            results[i] = result
-        return [r for r in results if r is not None]
+        alone_results = await asyncio.gather(*[self._extract_alone(pages[i]) for i in last])
+        results.update(zip(last, alone_results, strict=True))
+        return [results[i] for i in range(len(pages))]
 
     async def hooks(self, changes: Sequence[bytes]) -> Sequence[str]:
-        lines = [""] * len(changes)
+        lines: dict[int, str] = {}
         todo, stalled = list(range(len(changes))), False
         while todo:
-            group = [changes[i] for i in todo]
             reply = await self._request(
-                lambda token, _, group=group: wire.hook_request(group, token),  # type: ignore[misc]
-                len(group),
+                partial(wire.hook_request, [changes[i] for i in todo]),
+                len(todo),
                 wire.decode_lines,
                 fresh=False,
             )
             finished, child_exit = len(reply.results), reply.exit
-            for i, line in zip(todo, reply.results, strict=False):
-                lines[i] = line
+            lines.update(zip(todo, reply.results, strict=False))
             rest = todo[finished:]
             if child_exit is None:
                 break
             if child_exit.internal:
-                for i in rest:
-                    lines[i] = child_exit.reason
+                lines.update(dict.fromkeys(rest, child_exit.reason))
                 break
             # A hook has effects outside, so the change in progress is not repeated. The changes
             # after it have not started.
@@ -141,7 +134,7 @@ class Sandbox:
                 lines[rest.pop(0)] = f"its hook's process {_exit_phrase(child_exit)}"
             stalled = not finished
             todo = rest
-        return lines
+        return [lines[i] for i in range(len(changes))]
 
     # -- children
 
@@ -202,7 +195,7 @@ class Sandbox:
         if reason := wire.encoding_error(page):
             return _not_encodable(reason)
         reply = await self._request(
-            lambda token, memory: wire.request([page], token, memory),
+            partial(wire.request, [page]),
             1,
             wire.decode_results,
             fresh=True,
@@ -237,9 +230,7 @@ class Sandbox:
                         ChildExit(Reason.SANDBOX_CLOSED, "the sandbox is closed", internal=True),
                     )
                 return await zygote.fork().request(
-                    lambda token, memory: wire.request([page], token, memory),
-                    1,
-                    wire.decode_results,
+                    partial(wire.request, [page]), 1, wire.decode_results
                 )
             finally:
                 self._separate_zygotes.discard(zygote)

@@ -79,11 +79,6 @@ def _children() -> set[int]:
     return pids
 
 
-def _has_ended(pid: int) -> bool:
-    """Return True if the child has ended. Does not reap it."""
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-
 def _ignore_signal(*_: object) -> None:
     """Do nothing. Unlike SIG_IGN, a handler is not inherited by programs that user code starts."""
 
@@ -235,9 +230,10 @@ class Zygote:
     def _reap(self) -> None:
         """Reap ended children and report their exit codes. Kill processes that they started."""
         for child, pid in list(self._pids.items()):
-            if not _has_ended(pid):
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 continue
-            # Kill the process group before reaping: until then no other process can get the pid.
+            # The child has ended and is not reaped yet. Until then no other process can get the
+            # pid, so its process group is killed first.
             with contextlib.suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
             _, status = os.waitpid(pid, 0)

@@ -37,6 +37,36 @@ def new_id() -> str:
     return secrets.token_hex(16)
 
 
+async def accept_all(
+    lifecycle: Lifecycle,
+    events: Sequence[Event],
+    clock: Clock,
+    *,
+    cursor: tuple[str, bytes] | None = None,
+    in_transaction: Callable[[Transaction, list[Accepted]], None] | None = None,
+    on_answers: Callable[[list[Accepted]], None] | None = None,
+) -> list[Accepted]:
+    """Accept all events, and return the answer of each. Durable when it returns.
+
+    While the queue is full, the call waits and tries the refused events again. `in_transaction`
+    gets the answers of one try, in its transaction. If it raises an exception, the transaction is
+    rolled back. `on_answers` gets them when they are durable.
+    """
+    answers = [Accepted.FULL] * len(events)
+    while True:
+        waiting = [i for i, answer in enumerate(answers) if answer is Accepted.FULL]
+        given = await lifecycle.accept(
+            [events[i] for i in waiting], cursor=cursor, in_transaction=in_transaction
+        )
+        for i, answer in zip(waiting, given, strict=True):
+            answers[i] = answer
+        if on_answers is not None:
+            on_answers(given)
+        if Accepted.FULL not in given:
+            return answers
+        await clock.sleep(FULL_WAIT)
+
+
 async def push(
     lifecycle: Lifecycle,
     urls: Iterable[str],
@@ -50,33 +80,26 @@ async def push(
     trace: str | None = None,
     batch: int = 1000,
     on_progress: Callable[[Pushed], None] | None = None,
-    wait_when_full: bool = True,
 ) -> Pushed:
-    """Accept one event for each URL.
+    """Accept one event for each URL. While the queue is full, the call waits.
 
     URLs are read lazily, so a list of millions needs little memory. Each batch is durable before
-    the next one is read. If the queue is full, the call waits and tries the rest again. If
-    `wait_when_full` is False, the rest of the batch is refused instead.
+    the next one is read.
     """
     result = Pushed(refused=[])
     waiting: list[Event] = []
 
+    def count(answers: list[Accepted]) -> None:
+        result.new += answers.count(Accepted.NEW)
+        result.known += answers.count(Accepted.KNOWN)
+        if on_progress is not None:
+            on_progress(result)
+
     async def send() -> None:
-        nonlocal waiting
-        while waiting:
-            answers = await lifecycle.accept(waiting)
-            if not result.first and Accepted.NEW in answers:
-                result.first = waiting[answers.index(Accepted.NEW)].id
-            result.new += answers.count(Accepted.NEW)
-            result.known += answers.count(Accepted.KNOWN)
-            waiting = [e for e, a in zip(waiting, answers, strict=True) if a is Accepted.FULL]
-            if waiting and not wait_when_full:
-                result.refused.extend((e.url, "the queue is full") for e in waiting)
-                waiting = []
-            if on_progress is not None:
-                on_progress(result)
-            if waiting:
-                await clock.sleep(FULL_WAIT)
+        answers = await accept_all(lifecycle, waiting, clock, on_answers=count)
+        if not result.first and Accepted.NEW in answers:
+            result.first = waiting[answers.index(Accepted.NEW)].id
+        waiting.clear()
 
     for url in urls:
         try:
@@ -97,7 +120,8 @@ async def push(
             result.refused.append((url, e.reason))
         if len(waiting) >= batch:
             await send()
-    await send()
+    if waiting:
+        await send()
     return result
 
 
@@ -108,7 +132,7 @@ class Taken(msgspec.Struct, kw_only=True):
     """Result of a source's findings."""
 
     events: list[Event] = []
-    answers: list[Accepted] = []  # of each event
+    answers: list[Accepted] = []  # of each event, or in a transaction of each event that it tries
     refused: list[tuple[Finding, str, Reason]] = []  # with the sentence and its code
     skipped: int = 0
 
@@ -143,29 +167,40 @@ class Intake:
     ) -> Taken:
         """Accept a batch together with the source's cursor. Durable when it returns.
 
-        If the queue is full, the call waits and tries the remaining events again. A refused finding
-        becomes a dead letter. `in_transaction` runs in each transaction. If it raises an exception,
-        the transaction is rolled back.
+        While the queue is full, the call waits. A refused finding becomes a dead letter.
+        `in_transaction` runs in each transaction, with the answers of that try. If it raises an
+        exception, the transaction is rolled back.
         """
-        judged = judge(self.mapping, batch.findings)
-        cursor = None if batch.cursor is None else (self.source, batch.cursor)
-        waiting, answers = judged.events, {}
-        while True:
-            now = Taken(events=waiting, refused=judged.refused, skipped=judged.skipped)
+        taken = judge(self.mapping, batch.findings)
 
-            def together(tx: Transaction, given: list[Accepted], now: Taken = now) -> None:
-                now.answers = given
-                if Accepted.FULL not in given:
-                    for finding, reason, _ in now.refused:
-                        self.lifecycle.bury_finding(tx, finding, self.source, reason)
-                if in_transaction is not None:
-                    in_transaction(tx, now)
+        def together(tx: Transaction, given: list[Accepted]) -> None:
+            taken.answers = given
+            if Accepted.FULL not in given:
+                for finding, reason, _ in taken.refused:
+                    self.lifecycle.bury_finding(tx, finding, self.source, reason)
+            if in_transaction is not None:
+                in_transaction(tx, taken)
 
-            given = await self.lifecycle.accept(waiting, cursor=cursor, in_transaction=together)
-            answers.update({e.id: a for e, a in zip(waiting, given, strict=True)})
-            waiting = [e for e, a in zip(waiting, given, strict=True) if a is Accepted.FULL]
-            if not waiting:
-                return msgspec.structs.replace(
-                    judged, answers=[answers[e.id] for e in judged.events]
-                )
-            await self._clock.sleep(FULL_WAIT)
+        taken.answers = await accept_all(
+            self.lifecycle,
+            taken.events,
+            self._clock,
+            cursor=None if batch.cursor is None else (self.source, batch.cursor),
+            in_transaction=together,
+        )
+        return taken
+
+    def count(self, tx: Transaction, taken: Taken) -> None:
+        """Add the answers of one try to the counters of the source.
+
+        Skipped and refused findings count with the last try.
+        """
+        is_last = Accepted.FULL not in taken.answers
+        tx.sources.count(
+            self.source,
+            new=taken.answers.count(Accepted.NEW),
+            known=taken.answers.count(Accepted.KNOWN),
+            skipped=taken.skipped if is_last else 0,
+            refused=len(taken.refused) if is_last else 0,
+            now=self._clock.now(),
+        )

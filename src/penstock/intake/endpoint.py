@@ -10,6 +10,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -54,7 +55,7 @@ TRY = {
 }
 
 
-class Bucket:
+class RateLimiter:
     """A rate limit: `rate` requests per second, and up to `burst` requests after an idle time."""
 
     def __init__(self, rate: float, burst: int) -> None:
@@ -74,7 +75,7 @@ class Hook:
 
     def __init__(self, source: ServedSource, url: str, intake: Intake) -> None:
         self.source, self.url, self.intake = source, url, intake
-        self.bucket = Bucket(source.rate, source.burst)
+        self.limiter = RateLimiter(source.rate, source.burst)
         self.refused: Counter[int] = Counter()
         self.said = -math.inf
 
@@ -122,7 +123,7 @@ class Endpoint:
     def app(self) -> Starlette:
         handlers: dict[Any, Any] = {HTTPException: _other, StoreUnavailable: _away, Exception: _bug}
         routes = [
-            Route("/hooks/{name}", self._told, methods=["POST"]),
+            Route("/hooks/{name}", self._handle, methods=["POST"]),
             Route("/healthz", _health, methods=["GET"]),
             Route("/openapi.json", _schema, methods=["GET"]),
         ]
@@ -132,7 +133,7 @@ class Endpoint:
 
     # -- one request -------------------------------------------------------------------------------
 
-    async def _told(self, request: Request) -> Response:
+    async def _handle(self, request: Request) -> Response:
         # Read the path from the scope. `request.url` fails if the Host header is not a valid host.
         hook = self.hooks.get(request.scope["path"])
         if hook is None:
@@ -177,7 +178,7 @@ class Endpoint:
                 hint="leave both to your client",
             )
         try:
-            if wait := hook.bucket.wait(asyncio.get_running_loop().time()):
+            if wait := hook.limiter.wait(asyncio.get_running_loop().time()):
                 raise RequestRefused(
                     429,
                     "this hook is told more often than it allows",
@@ -194,13 +195,12 @@ class Endpoint:
         taken = judge(hook.intake.mapping, findings)
         if taken.refused:
             raise _makes_none(findings, taken)
-        answers = await self._accept(hook, taken)
-        new, known = answers.count(Accepted.NEW), answers.count(Accepted.KNOWN)
+        await self._accept(hook, taken)
         return _json(
             202,
             {
-                "accepted": new,
-                "known": known,
+                "accepted": taken.answers.count(Accepted.NEW),
+                "known": taken.answers.count(Accepted.KNOWN),
                 "passed": taken.skipped,
                 "ids": [event.id for event in taken.events],
             },
@@ -247,7 +247,7 @@ class Endpoint:
 
         If the server closed the connection during the request, the client would lose the response.
         """
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(min(2.0, self._timeout)):
                 while seen < DISCARDED:
                     message = await request.receive()
@@ -255,19 +255,17 @@ class Endpoint:
                     if message["type"] != "http.request" or not message.get("more_body"):
                         request.scope[WHOLE] = True
                         return
-        except TimeoutError:
-            pass
 
-    async def _accept(self, hook: Hook, taken: Taken) -> list[Accepted]:
+    async def _accept(self, hook: Hook, taken: Taken) -> None:
         """Accept all events of a request, or none.
 
         The store combines requests that arrive together into one transaction.
         """
         record = partial(self._record, hook, taken)
         if taken.events:
-            return await hook.intake.lifecycle.accept(taken.events, in_transaction=record)
-        await self._uow.write(lambda tx: record(tx, []), durability=Durability.RELAXED)
-        return []
+            await hook.intake.lifecycle.accept(taken.events, in_transaction=record)
+        else:
+            await self._uow.write(lambda tx: record(tx, []), durability=Durability.RELAXED)
 
     def _record(self, hook: Hook, taken: Taken, tx: Transaction, answers: list[Accepted]) -> None:
         """Count the events of a request, in the transaction that accepts them.
@@ -287,15 +285,8 @@ class Endpoint:
                 hint="send it again later, with the same id",
                 after=RETRY_AFTER,
             )
-        new, known = answers.count(Accepted.NEW), answers.count(Accepted.KNOWN)
-        tx.sources.count(
-            hook.source.name,
-            new=new,
-            known=known,
-            skipped=taken.skipped,
-            refused=0,
-            now=self._clock.now(),
-        )
+        taken.answers = answers
+        hook.intake.count(tx, taken)
 
     def _count(self, hook: Hook, e: RequestRefused) -> None:
         """Count a refused request. Log the counts at most every `QUIET` seconds."""

@@ -13,7 +13,6 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import h11
 import uvicorn
@@ -22,7 +21,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from penstock.errors import ConfigError, Unreachable
 from penstock.intake.endpoint import MAX_HEAD, Endpoint, error
 from penstock.locks import FileLock
-from penstock.ports import Clock
+from penstock.ports import Clock, ServedSource
 
 log = logging.getLogger("penstock.serving")
 BACKLOG = 1024
@@ -110,7 +109,10 @@ class Listener:
         log.info(
             "listening on %s: %s",
             where(self.host, self.port),
-            ", ".join(_said(hook.source) for hook in self.endpoint.hooks.values()),
+            ", ".join(
+                f"{hook.source.path} ({_signed(hook.source)})"
+                for hook in self.endpoint.hooks.values()
+            ),
         )
         try:
             await asyncio.shield(serving)
@@ -124,8 +126,10 @@ class Listener:
             bound.close()
 
 
-def _said(source: Any) -> str:
-    return f"{source.path} ({source.signed + ' signatures' if source.signed else 'unsigned, this machine only' if source.local else 'UNSIGNED'})"
+def _signed(source: ServedSource) -> str:
+    if source.signed:
+        return f"{source.signed} signatures"
+    return "unsigned, this machine only" if source.local else "UNSIGNED"
 
 
 def where(host: str, port: int) -> str:
@@ -181,8 +185,8 @@ def _protocol(connections: int, timeout: float) -> type[H11Protocol]:
                     "try again later",
                     "retry-after: 1\r\n",
                 )
-                return
-            self._watch()
+            else:
+                self._watch()
 
         def data_received(self, data: bytes) -> None:
             if self.transport.is_closing():
@@ -231,7 +235,10 @@ def _protocol(connections: int, timeout: float) -> type[H11Protocol]:
             """
             if not self.transport.is_closing():
                 body = error(message, hint)
-                head = f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n{more}connection: close\r\n\r\n"
+                head = (
+                    f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\n"
+                    f"content-length: {len(body)}\r\n{more}connection: close\r\n\r\n"
+                )
                 self.transport.write(head.encode() + body)
                 self.transport.close()
 

@@ -150,7 +150,8 @@ class Mapping:
             raise Refused(f"its data cannot be written as JSON: {e}") from None
         if len(raw) > MAX_DATA:
             raise Refused(
-                f'its data has {len(raw)} bytes, of at most {MAX_DATA}; map = {{data = "{{sku: sku}}"}} chooses less'
+                f"its data has {len(raw)} bytes, of at most {MAX_DATA}; "
+                'map = {data = "{sku: sku}"} chooses less'
             )
         if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _deeper_than(data, MAX_DEPTH):
             raise Refused(f"its data is nested deeper than {MAX_DEPTH} levels")
@@ -169,28 +170,22 @@ def _route(static: Route, given: Pairs[str, Any]) -> Route:
     return msgspec.structs.replace(static, **found)
 
 
-def _deeper_than(value: Any, levels: int) -> bool:
+def _deeper_than(value: dict[str, Any], levels: int) -> bool:
     """Return True if `value` is nested deeper than `levels`.
 
     The check goes level by level, so it needs no recursion.
     """
-    level = [value]
+    level: list[Any] = [value]
     for _ in range(levels):
-        level = [inner for outer in level for inner in _inside(outer)]
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list | tuple)
+        ]
         if not level:
             return False
     return True
-
-
-def _inside(value: Any) -> list[Any]:
-    inner = (
-        value.values()
-        if isinstance(value, dict)
-        else value
-        if isinstance(value, list | tuple)
-        else ()
-    )
-    return [each for each in inner if isinstance(each, dict | list | tuple)]
 
 
 def _is_text(value: Any) -> bool:

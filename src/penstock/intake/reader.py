@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import random
+from contextlib import aclosing, suppress
 from typing import Unpack
 
 from penstock.errors import PenstockError, StoreUnavailable
@@ -27,15 +28,17 @@ from penstock.ports import (
 )
 
 log = logging.getLogger("penstock.sources")
-LOOK = 1.0  # seconds between two checks for a pause or a reset, and between two tries for the lock
-BEAT = 2.0  # seconds between two heartbeats of an idle reader
-WORD = 10.0  # seconds between two heartbeats during a round
+CHECK_INTERVAL = (
+    1.0  # seconds between two checks for a pause or a reset, and between two tries for the lock
+)
+IDLE_REPORT_INTERVAL = 2.0  # seconds between two heartbeats of an idle reader
+PROGRESS_INTERVAL = 10.0  # seconds between two heartbeats during a round
 FIRST_BACK_OFF, LAST_BACK_OFF = 1.0, 300.0  # seconds to wait after the first failure, and at most
 LONGEST_WAIT = 86400.0  # maximum seconds that a Retry-After delays the next round
 JITTER = 0.1  # share of each wait, so that sources that started together spread out
 
 
-class Moved(Exception):
+class SourceReset(Exception):
     """An operator paused the source or reset its cursor. The current round is abandoned."""
 
 
@@ -55,19 +58,15 @@ class Reader:
         worker: str,
     ) -> None:
         self.source, self.url, self.intake, self.error = source, url, intake, ""
-        self._uow, self._lock, self._clock, self._rng, self._worker = (
-            uow,
-            lock,
-            clock,
-            rng,
-            worker,
-        )
+        self._uow, self._lock, self._clock, self._rng = uow, lock, clock, rng
+        self._worker = worker
         self._started = clock.now()
         self._settled = False
         self._looked = self._beaten = 0.0
         self._generation = -1
         self._done = -1  # generation of a source that is read once and whose round has ended
-        self._backlog: tuple[float | None, int | None] = (None, None)
+        self._lag: float | None = None  # of the last batch
+        self._backlog: int | None = None
 
     async def run(self) -> None:
         failures = 0
@@ -76,11 +75,11 @@ class Reader:
                 try:
                     wait = await self._step()
                     failures = 0
-                except Moved:
+                except SourceReset:
                     wait = 0.0
                 except Lost:
                     self._lock.lose()
-                    wait = LOOK
+                    wait = CHECK_INTERVAL
                 # After any error, the next round continues at the durable cursor.
                 except Exception as e:
                     failures += 1
@@ -112,26 +111,28 @@ class Reader:
         if not self._lock.held:
             self._settled = False
             if not await self._lock.take():
-                return LOOK
+                return CHECK_INTERVAL
             await self._uow.write(self._declare, durability=Durability.RELAXED)
-        state, cursor = await self._uow.read(self._standing)
+        name = self.source.name
+        state, cursor = await self._uow.read(
+            lambda tx: (tx.sources.state(name), tx.sources.cursor(name))
+        )
         # The row can be missing while this process holds the lock, if an operator restored the
         # ledger from a backup.
         if state is None:
             await self._uow.write(self._declare, durability=Durability.RELAXED)
             return 0.0
         self._generation, now = state.generation, self._clock.now()
-        every = self.source.every
         due = state.next_at or 0.0
         if state.paused or self._done == state.generation or due > now:
             await self._rest()
-            return min(LOOK, max(0.0, due - now)) if due > now else LOOK
+            return min(CHECK_INTERVAL, max(0.0, due - now)) if due > now else CHECK_INTERVAL
         self._settled = False
         await self._round(cursor)
         now = self._clock.now()
         next_at = self.source.due(now)
-        if next_at is None and every is not None:
-            next_at = now + every * self._rng.uniform(1 - JITTER, 1 + JITTER)
+        if next_at is None and self.source.every is not None:
+            next_at = now + self.source.every * self._rng.uniform(1 - JITTER, 1 + JITTER)
         if next_at is None:
             self._done = state.generation
         self._recovered()
@@ -140,8 +141,8 @@ class Reader:
             next_at=next_at,
             settled_at=now,
             error=None,
-            lag=self._backlog[0],
-            backlog=self._backlog[1],
+            lag=self._lag,
+            backlog=self._backlog,
         )
         self._settled = True
         return 0.0
@@ -158,19 +159,13 @@ class Reader:
             # The next round was planned with a longer `every`, or while the clock was wrong.
             tx.sources.note(self.source.name, next_at=latest)
 
-    def _standing(self, tx: Transaction) -> tuple[SourceState | None, bytes | None]:
-        return tx.sources.state(self.source.name), tx.sources.cursor(self.source.name)
-
     async def _round(self, cursor: bytes | None) -> None:
-        batches = self.source.read(cursor)
-        try:
+        async with aclosing(self.source.read(cursor)) as batches:
             async for batch in batches:
                 await self._take(batch)
-        finally:
-            await batches.aclose()
 
     async def _take(self, batch: Batch) -> None:
-        self._backlog = batch.lag, batch.backlog
+        self._lag, self._backlog = batch.lag, batch.backlog
         if batch.findings or batch.cursor is not None:
             self._settled = False
             await self.intake.take(
@@ -181,45 +176,25 @@ class Reader:
             await self._note(error=None)
         if batch.idle:
             await self._rest()
-        if self._clock.now() - self._looked >= LOOK:
+        if self._clock.now() - self._looked >= CHECK_INTERVAL:
             self._looked = self._clock.now()
-            state = await self._state()
-            if state is None or state.generation != self._generation or state.paused:
-                raise Moved
+            self._check_state(await self._state())
             # A long round without findings also needs heartbeats.
-            if self._looked - self._beaten >= WORD:
+            if self._looked - self._beaten >= PROGRESS_INTERVAL:
                 self._beaten = self._looked
                 await self._note(looked_at=self._looked, worker=self._worker)
 
     def _record(self, tx: Transaction, batch: Batch, taken: Taken) -> None:
         """Check the lock and the source's state, and count, in the transaction that accepts.
 
-        Raises Lost if another process has taken the lock. Raises Moved if an operator paused the
+        Raises Lost if another process has taken the lock. Raises SourceReset if an operator paused the
         source or reset its cursor.
         """
         self._lock.verify(tx)
-        state = tx.sources.state(self.source.name)
-        if state is None or state.generation != self._generation or state.paused:
-            raise Moved
-        answers, now = taken.answers, self._clock.now()
-        if Accepted.FULL in answers:
-            tx.sources.count(
-                self.source.name,
-                new=answers.count(Accepted.NEW),
-                known=0,
-                skipped=0,
-                refused=0,
-                now=now,
-            )
+        self._check_state(tx.sources.state(self.source.name))
+        self.intake.count(tx, taken)
+        if Accepted.FULL in taken.answers:
             return
-        tx.sources.count(
-            self.source.name,
-            new=answers.count(Accepted.NEW),
-            known=answers.count(Accepted.KNOWN),
-            skipped=taken.skipped,
-            refused=len(taken.refused),
-            now=now,
-        )
         values: SourceNote = {
             "lag": batch.lag,
             "backlog": batch.backlog,
@@ -229,18 +204,22 @@ class Reader:
             values["position"] = self.source.describe(batch.cursor)
         tx.sources.note(self.source.name, **values)
 
+    def _check_state(self, state: SourceState | None) -> None:
+        if state is None or state.generation != self._generation or state.paused:
+            raise SourceReset
+
     # -- the source's row in the ledger ------------------------------------------------------------
 
     async def _rest(self) -> None:
-        """Record that the source is idle, at most every `BEAT` seconds.
+        """Record that the source is idle, at most every `IDLE_REPORT_INTERVAL` seconds.
 
         Other processes wait for this record.
         """
         now = self._clock.now()
-        if not self._settled or now - self._beaten >= BEAT:
+        if not self._settled or now - self._beaten >= IDLE_REPORT_INTERVAL:
             self._settled, self._beaten = True, now
             await self._note(
-                settled_at=now, worker=self._worker, lag=self._backlog[0], backlog=self._backlog[1]
+                settled_at=now, worker=self._worker, lag=self._lag, backlog=self._backlog
             )
 
     async def _failed(self, error: Exception, failures: int) -> float:
@@ -261,13 +240,13 @@ class Reader:
         asked: float = getattr(error, "after", None) or 0.0
         wait = max(wait, min(asked, LONGEST_WAIT)) * self._rng.uniform(1, 1 + JITTER)
         now = self._clock.now()
-        try:
+        with suppress(StoreUnavailable, Lost, SourceReset):  # the next step raises it again
             await self._note(
                 error=(reason + hint)[:1000], error_at=now, settled_at=now, next_at=now + wait
             )
-        except (StoreUnavailable, Lost, Moved):
-            pass  # the next step raises it again
-        return min(wait, LOOK)  # so that a pause or a reset is noticed within `LOOK` seconds
+        return min(
+            wait, CHECK_INTERVAL
+        )  # so that a pause or a reset is noticed within `CHECK_INTERVAL` seconds
 
     def _recovered(self) -> None:
         if self.error:
@@ -280,7 +259,7 @@ class Reader:
             state = tx.sources.state(self.source.name)
             # The values belong to a cursor that an operator has reset.
             if state is not None and state.generation != self._generation >= 0:
-                raise Moved
+                raise SourceReset
             tx.sources.note(self.source.name, **values)
 
         await self._uow.write(work, durability=Durability.RELAXED)

@@ -20,10 +20,11 @@ WEEK = 7 * DAY
 # `history_rest` is the default partition, so that an insert never fails. It takes rows without a
 # weekly partition (after a clock jump or late maintenance) and rows kept from dropped partitions.
 HISTORY = """
-CREATE TABLE history(event INTEGER NOT NULL, at INTEGER NOT NULL, status TEXT NOT NULL, worker TEXT, stage TEXT, class TEXT, reason TEXT,
+CREATE TABLE history(event INTEGER NOT NULL, at INTEGER NOT NULL, status TEXT NOT NULL,
+  worker TEXT, stage TEXT, class TEXT, reason TEXT,
   PRIMARY KEY(event, at, status)) PARTITION BY RANGE(at);
 CREATE TABLE history_rest PARTITION OF history DEFAULT;
--- A few rows that change all the time: with room beside them an old version is overwritten, not collected.
+-- A few rows that change often. In a block with free space, the server reuses old row versions.
 ALTER TABLE counter SET (fillfactor=20);
 ALTER TABLE tally SET (fillfactor=20);
 ALTER TABLE event SET (fillfactor=70);
@@ -66,11 +67,13 @@ class PostgresLedger(SqlLedger):
         for passed in sorted(w for w in there if (w + 1) * WEEK <= before * 1e6):
             tx.execute(f"ALTER TABLE history DETACH PARTITION history_w{passed}")
             tx.execute(
-                f"INSERT INTO history_rest SELECT h.* FROM history_w{passed} h WHERE EXISTS(SELECT 1 FROM event e WHERE e.n=h.event)"
+                f"INSERT INTO history_rest SELECT h.* FROM history_w{passed} h"
+                " WHERE EXISTS(SELECT 1 FROM event e WHERE e.n=h.event)"
             )
             tx.execute(f"DROP TABLE history_w{passed}")
         tx.execute(
-            "DELETE FROM history_rest h WHERE at<? AND NOT EXISTS(SELECT 1 FROM event e WHERE e.n=h.event)",
+            "DELETE FROM history_rest h WHERE at<? AND NOT EXISTS(SELECT 1 FROM event e"
+            " WHERE e.n=h.event)",
             (int(before * 1e6),),
         )
         tx.execute("SET LOCAL lock_timeout TO '30s'")
@@ -82,12 +85,16 @@ class PostgresLedger(SqlLedger):
 
 
 def _making(week: int) -> str:
-    return f"CREATE TABLE history_w{week} PARTITION OF history FOR VALUES FROM ({week * WEEK}) TO ({(week + 1) * WEEK})"
+    return (
+        f"CREATE TABLE history_w{week} PARTITION OF history FOR VALUES"
+        f" FROM ({week * WEEK}) TO ({(week + 1) * WEEK})"
+    )
 
 
 def _weeks(tx: Tx) -> list[str]:
     children = tx.execute(
-        "SELECT relname FROM pg_inherits JOIN pg_class ON pg_class.oid=inhrelid WHERE inhparent='history'::regclass"
+        "SELECT relname FROM pg_inherits JOIN pg_class ON pg_class.oid=inhrelid"
+        " WHERE inhparent='history'::regclass"
     )
     return [name for (name,) in children if name.startswith("history_w")]
 

@@ -16,8 +16,10 @@ from penstock.stores.context import Context
 from penstock.stores.sql import Tx
 
 _NOTE_ALL = (
-    "INSERT INTO history(event, at, status, worker, stage, reason) SELECT value, ?, ?, ?, ?, ? FROM json_each(?) WHERE true"
-    " ON CONFLICT(event, at, status) DO UPDATE SET worker=excluded.worker, stage=excluded.stage, class=NULL, reason=excluded.reason"
+    "INSERT INTO history(event, at, status, worker, stage, reason)"
+    " SELECT value, ?, ?, ?, ?, ? FROM json_each(?) WHERE true"
+    " ON CONFLICT(event, at, status) DO UPDATE"
+    " SET worker=excluded.worker, stage=excluded.stage, class=NULL, reason=excluded.reason"
 )
 _STATES = f"SELECT {STATE} FROM json_each(?) CROSS JOIN event e ON e.id=value"
 

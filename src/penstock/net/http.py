@@ -21,8 +21,9 @@ import pycurl
 from penstock.model import ErrorClass, Failure, Reason
 from penstock.net.body_budget import BodyMemory
 from penstock.net.decoding import ACCEPT_ENCODING, BrokenCoding, TooManyCodings
+from penstock.net.exchange import Exchange, HttpOptions, SetUp, ignore_result
 from penstock.net.guard import Guard, Target
-from penstock.net.transfer import Engine, Exchange, HttpOptions, SetUp, ignore_result
+from penstock.net.transfer import Engine
 from penstock.ports import Done, Response
 from penstock.rules.identity import BadUrl, authority, canonical_url
 from penstock.rules.proxies import ProxyFailed

@@ -1,4 +1,4 @@
-"""libcurl transfers of one client: exchanges (easy handles) on an engine (a multi handle).
+"""libcurl transfers of one client: an engine (a multi handle) runs exchanges (easy handles).
 
 No policy and no proxies.
 """
@@ -7,352 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import select
-import socket
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
-import msgspec
 import pycurl
 
-from penstock.model import Failure
-from penstock.net.body_budget import MIN_COUNTED_BYTES, BodyMemory
-from penstock.net.decoding import (
-    BrokenCoding,
-    DecodedTooLarge,
-    Decoder,
-    TooManyCodings,
-    add,
-    codings,
-    joined,
-)
-from penstock.net.guard import Guard, Target
-from penstock.net.headers import parse_head
-from penstock.ports import Done
+from penstock.net.exchange import Exchange, HttpOptions, OnEnd
 from penstock.rules.verdict import Breach, breach
 
+__all__ = ["Engine", "HttpOptions"]
+
 _MAX_BATCH_SECONDS = 0.01  # seconds of transfers before other tasks of the event loop run
-_PAUSE: int = pycurl.WRITEFUNC_PAUSE
 _POLL_IN, _POLL_OUT, _POLL_REMOVE = pycurl.POLL_IN, pycurl.POLL_OUT, pycurl.POLL_REMOVE
-# Seconds. libcurl itself stops waiting for a connection after 300 s. Longer timeouts must be set.
-_MAX_DEFAULT_CONNECT_TIMEOUT = 290.0
 # Seconds. If the event loop is later than that, it was blocked or the machine was suspended.
 _LOOP_LAG_LIMIT = 0.1
 # Seconds after which a transfer is paused. libcurl would otherwise deliver everything that it has
 # received, even in very small chunks.
 _PAUSE_AFTER = 0.015
-
-
-class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Identity and limits of a client. Each limit applies to each exchange, unless noted."""
-
-    user_agent: str = "Penstock/0.1 (+https://penstock.invalid/bot)"
-    accept: str = (
-        "text/html,application/xhtml+xml,application/xml;q=0.9,application/json;q=0.8,*/*;q=0.5"
-    )
-    connect_timeout: float = 10.0  # seconds until the request can be sent: TCP, proxy and TLS
-    first_byte_timeout: float = 30.0
-    total_timeout: float = 90.0
-    min_rate: float = 256.0  # bytes per second, over each `min_rate_span`
-    min_rate_span: float = 20.0
-    max_header_bytes: int = 64 << 10
-    max_encoded_bytes: int = 16 << 20
-    max_decoded_bytes: int = 16 << 20
-    max_held_bytes: int = 64 << 20  # of all bodies in progress together
-    max_idle: int = 1024  # idle connections kept open. Connections in use are not limited here.
-    idle_seconds: int = 60
-    http2: bool = True
-    ca_file: str | None = None
-    # Proxies resolve names. The guard then does not see the address.
-    remote_dns: bool = False
-
-
-class SetUp(msgspec.Struct, frozen=True):
-    """Settings that all handles of a client share."""
-
-    guard: Guard
-    options: HttpOptions
-    headers: list[str]
-    ca_file: str
-    now: Callable[[], float]
-    bodies: BodyMemory
-
-
-# -- one exchange ----------------------------------------------------------------------------------
-
-
-class _SocketForCurl:
-    """Socket descriptor for libcurl. pycurl duplicates the result of `fileno`, and the original is
-    closed with this object.
-    """
-
-    __slots__ = ("_fd",)
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-
-    def fileno(self) -> int:
-        return self._fd
-
-    def __del__(self) -> None:
-        os.close(self._fd)
-
-
-# Called with libcurl's error, or None.
-OnEnd: TypeAlias = Callable[["Exchange", "tuple[int, str] | None"], None]
-
-
-def ignore_result(*_: object) -> None:
-    """Ignore the result. Callback of an exchange that no caller waits for."""
-
-
-class Exchange:
-    """An easy handle and the response that it receives.
-
-    Exchanges are reused, because creating a handle costs more than a request.
-    """
-
-    __slots__ = (
-        "cancelled",
-        "counted_bytes",
-        "curl",
-        "decoder",
-        "done",
-        "engine",
-        "failure",
-        "headers",
-        "lines",
-        "on_end",
-        "parts",
-        "paused_at",
-        "peer",
-        "pin",
-        "pins",
-        "pipewait",
-        "plain",
-        "plain_headers",
-        "proxied",
-        "rate_size",
-        "rate_start",
-        "ready_at",
-        "set_up",
-        "size",
-        "started",
-        "status",
-        "target",
-        "url",
-        "version",
-    )
-
-    def __init__(self, set_up: SetUp) -> None:
-        self.set_up, self.curl = set_up, pycurl.Curl()
-        self.lines: list[bytes] = []
-        self.on_end: OnEnd = ignore_result  # method of the client, set by Engine.start
-        self.done: Done = ignore_result  # the client calls it with the result
-        # For the client: the request's URL, its addresses from the current one on, and if it uses
-        # a proxy.
-        self.url, self.proxied = "", False
-        self.pins: tuple[str, ...] = ()
-        self.decoder: Decoder | None = None
-        self.failure: Failure | None = None
-        self.engine: Engine | None = None
-        self.target: Target | None = None  # allowed destination: the host or the proxy
-        self.counted_bytes, self.paused_at = 0, 0.0  # set by BodyMemory
-        self._setup()
-        self.clear()
-
-    def _setup(self) -> None:
-        o, opt = self.set_up.options, self.curl.setopt
-        opt(pycurl.NOSIGNAL, 1)
-        opt(pycurl.PROTOCOLS, pycurl.PROTO_HTTP | pycurl.PROTO_HTTPS)
-        opt(pycurl.FOLLOWLOCATION, 0)
-        opt(pycurl.NETRC, pycurl.NETRC_IGNORED)
-        opt(pycurl.PROXY, "")  # also ignores proxies from the environment
-        opt(pycurl.HTTP09_ALLOWED, 0)
-        opt(pycurl.PATH_AS_IS, 1)  # the URL is already canonical
-        opt(
-            pycurl.HTTP_VERSION,
-            pycurl.CURL_HTTP_VERSION_2TLS if o.http2 else pycurl.CURL_HTTP_VERSION_1_1,
-        )
-        opt(pycurl.BUFFERSIZE, 131072)
-        opt(pycurl.MAXFILESIZE_LARGE, o.max_encoded_bytes)
-        opt(pycurl.MAXAGE_CONN, o.idle_seconds)
-        # Set libcurl's limit only if its default is too short: it costs a timer for each request.
-        # `_check_timeouts` runs first, and reports which timeout was exceeded.
-        if o.connect_timeout > _MAX_DEFAULT_CONNECT_TIMEOUT:
-            opt(pycurl.CONNECTTIMEOUT_MS, int(o.connect_timeout * 1000) + 5000)
-        opt(pycurl.USERAGENT, o.user_agent)
-        opt(pycurl.HTTPHEADER, self.set_up.headers)
-        opt(pycurl.CAINFO, self.set_up.ca_file)
-        opt(pycurl.PROXY_CAINFO, self.set_up.ca_file)
-        opt(pycurl.SSL_VERIFYPEER, 1)
-        opt(pycurl.SSL_VERIFYHOST, 2)
-        # About ten calls per page, so no Python function is used. `oversized` checks the size.
-        opt(pycurl.HEADERFUNCTION, self.lines.append)
-        opt(pycurl.WRITEFUNCTION, self._on_body)
-        opt(pycurl.OPENSOCKETFUNCTION, self._on_open)
-        opt(pycurl.PREREQFUNCTION, self._on_ready)
-        self.pin, self.pipewait, self.plain, self.plain_headers = "", False, True, True
-
-    def clear(self) -> None:
-        self.lines.clear()
-        self.parts: list[bytes | bytearray] = []
-        self.headers: dict[str, str] | None = None
-        self.decoder, self.failure, self.target, self.peer = None, None, None, ""
-        self.status, self.version, self.size, self.rate_size, self.cancelled = 0, "", 0, 0, False
-        self.started = self.ready_at = self.rate_start = 0.0
-
-    def restore(self) -> None:
-        """Reset to a plain GET, without headers, body and proxy of the last request."""
-        if not self.plain:
-            self.curl.reset()
-            self._setup()
-        elif not self.plain_headers:
-            self.curl.setopt(pycurl.HTTPHEADER, self.set_up.headers)
-            self.plain_headers = True
-        self.clear()
-
-    def set_target(self, url: str, target: Target, pin: str) -> None:
-        """Set URL and destination. `pin` is the checked address of a name, "" for none.
-
-        With a pin, libcurl does not resolve the name. Connections are reused per name and address.
-        """
-        self.target = target
-        self.curl.setopt(pycurl.URL, url)
-        # With TLS, wait for a handshake in progress: HTTP/2 may allow all requests on its
-        # connection. Without TLS, the request would wait for the response of another one.
-        if (pipewait := url.startswith("https:")) is not self.pipewait:
-            self.curl.setopt(pycurl.PIPEWAIT, int(pipewait))
-            self.pipewait = pipewait
-        if pin != self.pin:
-            if pin:
-                self.curl.setopt(pycurl.CONNECT_TO, [f"::[{pin}]:" if ":" in pin else f"::{pin}:"])
-            else:
-                self.curl.unsetopt(pycurl.CONNECT_TO)
-            self.pin = pin
-
-    def cancel(self) -> None:
-        """Cancel the exchange like a task. Calls `done` with CancelledError before it returns."""
-        if self.engine is not None:
-            self.cancelled = True
-            self.engine.stop(self)
-
-    def resume(self, waited: float) -> None:
-        """Resume after a pause for memory. The pause does not count for the server's timeouts."""
-        self.started += waited
-        self.rate_start = 0.0
-        if self.engine is not None:
-            self.engine.schedule_resume(self)
-
-    def extend_timeouts(self, late: float, now: float) -> None:
-        """Extend all timeouts by the time for which this process was blocked or suspended."""
-        self.started = min(now, self.started + late)
-        self.ready_at = self.ready_at and min(now, self.ready_at + late)
-        self.rate_start = self.rate_start and min(now, self.rate_start + late)
-
-    # Callbacks of libcurl. An exception would be printed and lost, so each callback ends the
-    # transfer by its return value.
-
-    def _on_open(self, purpose: int, address: Any) -> Any:
-        try:
-            if self.engine is not None:
-                self.engine.drop_idle_descriptors()
-            self.set_up.guard.check_peer(address.addr[0], address.addr[1], self.target)
-            return _SocketForCurl(
-                socket.socket(address.family, address.socktype, address.protocol).detach()
-            )
-        except Failure as e:
-            self.failure = e
-        except OSError as e:
-            self.failure = breach(Breach.SOCKET, e.strerror or str(e))
-        except Exception as e:
-            self.failure = breach(Breach.FORBIDDEN, repr(e))
-        return pycurl.SOCKET_BAD
-
-    def _on_ready(self, peer: str, local: str, port: int, local_port: int) -> int:
-        try:
-            self.set_up.guard.check_peer(peer, port, self.target)
-            self.peer = f"[{peer}]:{port}" if ":" in peer else f"{peer}:{port}"
-            self.ready_at = self.set_up.now()
-            return 0
-        except Failure as e:
-            self.failure = e
-        except Exception as e:
-            self.failure = breach(Breach.FORBIDDEN, repr(e))
-        return 1  # PREREQFUNC_ABORT
-
-    def _on_body(self, chunk: bytes) -> int | None:
-        try:
-            bodies = self.set_up.bodies
-            if bodies.held_bytes > bodies.limit and not bodies.may_grow(self):
-                return _PAUSE  # libcurl delivers this chunk again
-            if self.headers is None:
-                self.read_head()
-            elif self.engine is not None and self.engine.must_pause(self):
-                return _PAUSE
-            self.size += len(chunk)
-            if self.decoder is not None:
-                self.decoder.feed(chunk)
-                if (size := self.decoder.size) > MIN_COUNTED_BYTES:
-                    bodies.count(self, size)
-                return None
-            if self.size <= self.set_up.options.max_decoded_bytes:
-                if self.parts:
-                    add(self.parts, chunk)
-                else:
-                    self.parts.append(chunk)
-                if self.size > MIN_COUNTED_BYTES:
-                    bodies.count(self, self.size)
-                return None
-            self.failure = breach(Breach.BODY, f"{self.set_up.options.max_decoded_bytes} bytes")
-        except Failure as e:
-            self.failure = e
-        except DecodedTooLarge:
-            self.failure = breach(Breach.DECODED, f"{self.set_up.options.max_decoded_bytes} bytes")
-        except TooManyCodings as e:
-            self.failure = breach(Breach.CODINGS, str(e))
-        except BrokenCoding as e:
-            self.failure = breach(Breach.CODING, str(e))
-        except Exception as e:
-            self.failure = breach(Breach.CODING, repr(e))
-        return -1
-
-    def read_head(self) -> dict[str, str]:
-        """Parse the last head. Raise Failure if it is invalid or too large.
-
-        Interim responses and a proxy's response precede it, trailers follow.
-        """
-        if (large := self.oversized()) is not None:
-            raise large
-        self.status, self.version, self.headers = parse_head(self.lines)
-        if encoding := self.headers.get("content-encoding"):
-            names = codings(encoding)
-            if names:
-                self.decoder = Decoder(names, self.set_up.options.max_decoded_bytes)
-        return self.headers
-
-    def head_size(self) -> int:
-        return sum(map(len, self.lines))
-
-    def oversized(self) -> Failure | None:
-        """Return a failure if the head is too large.
-
-        Checked when the head is read, and by `_check_timeouts` for a head that does not end.
-        libcurl has another limit, 300 kB.
-        """
-        limit = self.set_up.options.max_header_bytes
-        return breach(Breach.HEADERS, f"{limit} bytes") if self.head_size() > limit else None
-
-    def take_body(self) -> bytes:
-        if self.decoder is not None:
-            if not self.size:
-                return b""  # HEAD or 304: the header describes a body that is not sent
-            return self.decoder.finish()
-        return joined(self.parts)
-
-
-# -- the engine ------------------------------------------------------------------------------------
 
 
 class Engine:
@@ -362,7 +33,7 @@ class Engine:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, options: HttpOptions) -> None:
-        self._loop, self._options = loop, options
+        self._loop = loop
         self.active: dict[pycurl.Curl, Exchange] = {}
         self._watched: dict[int, int] = {}  # descriptor → events
         # Watched descriptors that libcurl does not wait for now. With keep-alive, it usually waits
@@ -578,48 +249,20 @@ class Engine:
                 )
 
     def _check_timeouts(self) -> None:
-        """Check all timeouts.
-
-        libcurl has no timeout for the first byte, and a timer for each request costs more than this
-        loop.
-        """
-        now, o = self._loop.time(), self._options
+        """End exchanges that are overdue."""
+        now = self._loop.time()
         behind = now - self._timeout_timer.when() if self._timeout_timer is not None else 0.0
         self._timeout_timer = None
         # This process was suspended or blocked. Responses that arrived are not read yet.
         if behind > _LOOP_LAG_LIMIT:
             for ex in self.active.values():
                 ex.extend_timeouts(behind, now)
-        late: list[tuple[Exchange, Failure]] = []
-        for ex in self.active.values():
-            if ex.paused_at:
-                continue  # paused by this process, not by the server
-            age = now - ex.started
-            if age > o.total_timeout:
-                late.append((ex, breach(Breach.TOTAL, f"{o.total_timeout:g} s")))
-            elif not ex.ready_at:
-                if age > o.connect_timeout:
-                    late.append((ex, breach(Breach.CONNECT, f"{o.connect_timeout:g} s")))
-            elif not ex.lines:
-                if now - ex.ready_at > o.first_byte_timeout:
-                    late.append((ex, breach(Breach.FIRST_BYTE, f"{o.first_byte_timeout:g} s")))
-            elif ex.headers is None and (large := ex.oversized()) is not None:
-                late.append((ex, large))
-            elif not ex.rate_start:
-                ex.rate_start, ex.rate_size = now, ex.size + ex.head_size()
-            elif now - ex.rate_start >= o.min_rate_span:
-                got = ex.size + ex.head_size()
-                if got - ex.rate_size < o.min_rate * (now - ex.rate_start):
-                    late.append(
-                        (
-                            ex,
-                            breach(
-                                Breach.RATE,
-                                f"{o.min_rate:g} bytes a second over {o.min_rate_span:g} s",
-                            ),
-                        )
-                    )
-                ex.rate_start, ex.rate_size = now, got
+        late = [
+            (ex, failure)
+            for ex in self.active.values()
+            # An exchange that this process has paused does not wait for the server.
+            if not ex.paused_at and (failure := ex.overdue(now)) is not None
+        ]
         for ex, failure in late:
             ex.failure = failure
             self.stop(ex)

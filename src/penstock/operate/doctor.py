@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from penstock import locks
 from penstock.errors import PenstockError
@@ -27,10 +27,9 @@ if TYPE_CHECKING:
     from penstock.authoring.pipeline import Pipeline
     from penstock.config.files import Loaded
     from penstock.config.schema import Config
-    from penstock.ports import Clock, StoreFacts, Transaction, UnitOfWork
+    from penstock.ports import Clock, StoreFacts, UnitOfWork
     from penstock.ports.reports import Audit
 
-T = TypeVar("T")
 LOW, VERY_LOW = 1 << 30, 64 << 20  # bytes of free disk space: below them warn, and fail
 PROBE = (
     'from penstock import Pipeline\np = Pipeline("doctor")\n@p.extract\n'
@@ -68,29 +67,12 @@ class StoreFile(Protocol):
         """Return a sentence about each damage that was found."""
 
 
-class OpenStores(Protocol):
-    """The attributes of the open stores that `doctor` uses."""
-
-    @property
-    def uow(self) -> UnitOfWork: ...
-
-    @property
-    def db(self) -> StoreFile: ...
-
-    @property
-    def clock(self) -> Clock: ...
-
-
-def ask(stores: OpenStores, question: Callable[[Transaction], T]) -> T:
-    """Run `question` in one snapshot, so that all its statements see the same state."""
-    return stores.uow.snapshot(question)
-
-
 # -- the machine -----------------------------------------------------------------------------------
 
 
 def machine(config: Config, facts_of: Callable[[Path], StoreFacts]) -> Iterator[Finding]:
-    there = _existing(config.state.dir)
+    folder = config.state.dir
+    there = next(path for path in (folder, *folder.parents) if path.exists())
     facts = facts_of(there)
     shown = ".".join(map(str, facts.sqlite))
     if facts.wal_reset_bug:
@@ -141,12 +123,6 @@ def machine(config: Config, facts_of: Callable[[Path], StoreFacts]) -> Iterator[
             f"the clock shows {time.strftime('%Y-%m-%d', time.gmtime(now))}",
             "set the clock, e.g. with NTP: leases and windows depend on it",
         )
-
-
-def _existing(path: Path) -> Path:
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return path
 
 
 def _space(there: Path) -> Finding:
@@ -232,8 +208,8 @@ async def _sandbox(sandbox: Probe) -> Finding:
 # -- the store -------------------------------------------------------------------------------------
 
 
-def store(stores: OpenStores, workers: Path) -> Iterator[Finding]:
-    problems = stores.db.check()
+def store(uow: UnitOfWork, db: StoreFile, clock: Clock, workers: Path) -> Iterator[Finding]:
+    problems = db.check()
     if problems:
         yield Finding(
             "integrity",
@@ -242,22 +218,21 @@ def store(stores: OpenStores, workers: Path) -> Iterator[Finding]:
             "stop all workers, keep a copy, restore a backup or use the sqlite3 shell's .recover",
         )
         return
-    file = stores.db.file
+    file = db.file
     yield Finding(
         "integrity",
         "ok",
-        stores.db.path if file is None else f"{file.name}, {size(file.stat().st_size)}",
+        db.path if file is None else f"{file.name}, {size(file.stat().st_size)}",
     )
-    now = stores.clock.now()
-    audit = ask(
-        stores,
-        lambda tx: tx.reports.audit(tx.queue_reports.audit(now), entered=tx.counters.entered()),
+    now = clock.now()  # after the check, which takes long for a large store
+    audit = uow.snapshot(
+        lambda tx: tx.reports.audit(tx.queue_reports.audit(now), entered=tx.counters.entered())
     )
     yield _accounting(audit)
     yield _queue(audit)
-    yield from _workers(stores, workers, audit)
-    yield from _sinks(stores, audit)
-    yield from _pages(stores)
+    yield from _workers(uow, workers, audit)
+    yield from _sinks(uow, audit, one_machine=file is not None)
+    yield from _pages(uow)
     if audit.future > now + 5:
         yield Finding(
             "clock",
@@ -267,7 +242,7 @@ def store(stores: OpenStores, workers: Path) -> Iterator[Finding]:
         )
     else:
         yield Finding("clock", "ok", "not behind the newest event in the ledger")
-    for topic, reason in ask(stores, lambda tx: tx.queue.paused()).items():
+    for topic, reason in uow.snapshot(lambda tx: tx.queue.paused()).items():
         yield Finding("paused", "warn", f"{topic}: {reason}", f"penstock topics resume {topic}")
 
 
@@ -335,8 +310,8 @@ def _queue(a: Audit) -> Finding:
     return Finding("queue", "ok", "every open event is queued once")
 
 
-def _workers(stores: OpenStores, directory: Path, a: Audit) -> Iterator[Finding]:
-    held = ask(stores, lambda tx: tx.queue_reports.leases_by_worker(SCAN))
+def _workers(uow: UnitOfWork, directory: Path, a: Audit) -> Iterator[Finding]:
+    held = uow.snapshot(lambda tx: tx.queue_reports.leases_by_worker(SCAN))
     dead = {worker: n for worker, n in held.items() if not locks.worker_alive(directory, worker)}
     alive = [sign for sign in directory.glob("*.alive") if locks.holder_alive(sign)]
     if dead:
@@ -359,7 +334,7 @@ def _workers(stores: OpenStores, directory: Path, a: Audit) -> Iterator[Finding]
         )
 
 
-def _sinks(stores: OpenStores, a: Audit) -> Iterator[Finding]:
+def _sinks(uow: UnitOfWork, a: Audit, *, one_machine: bool) -> Iterator[Finding]:
     for name, noted, rows in a.outbox:
         if noted != rows:
             yield Finding(
@@ -368,12 +343,12 @@ def _sinks(stores: OpenStores, a: Audit) -> Iterator[Finding]:
                 f"{name}: {noted:,} rows should be waiting, {rows:,} are",
                 "keep a copy of the state directory, and report this",
             )
-    for sink in ask(stores, lambda tx: tx.reports.sinks()):
+    for sink in uow.snapshot(lambda tx: tx.reports.sinks()):
         waiting = f", {plural(sink.backlog, 'row')} waiting" if sink.backlog else ""
         path = _file_of(sink.name)
         end = (
             _recorded_end(sink.mark)
-            if stores.db.file is not None or path is None
+            if one_machine or path is None
             else _local_recorded_end(sink.mark, path)
         )
         if path is None or end is None:
@@ -397,7 +372,8 @@ def _sinks(stores: OpenStores, a: Audit) -> Iterator[Finding]:
                 "sink",
                 "fail",
                 f"{sink.name}: the file has {there:,} bytes, {end:,} were written",
-                "restore the file, or write the missing rows again with push --force",
+                "the file was cut or replaced: restore it,"
+                " or write the missing rows again with push --force",
             )
         elif there > end:
             yield Finding(
@@ -442,8 +418,8 @@ def _file_of(name: str) -> Path | None:
     return Path(path.partition("?")[0]) if scheme in ("jsonl", "csv") and path else None
 
 
-def _pages(stores: OpenStores) -> Iterator[Finding]:
-    (pages, total), problems = ask(stores, lambda tx: (tx.pages.totals(), tx.pages.problems()))
+def _pages(uow: UnitOfWork) -> Iterator[Finding]:
+    (pages, total), problems = uow.snapshot(lambda tx: (tx.pages.totals(), tx.pages.problems()))
     if problems:
         yield Finding(
             "pages",

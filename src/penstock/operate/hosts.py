@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 
@@ -70,20 +70,6 @@ def host_of(text: str, by: Literal["host", "domain"] = "host") -> str:
     return host_key(text, by)
 
 
-class LimitedHosts(Protocol):
-    """The attributes of the open stores that decisions about hosts use."""
-
-    @property
-    def uow(self) -> UnitOfWork: ...
-
-    @property
-    def clock(self) -> Clock: ...
-
-    @property
-    def limits(self) -> pace.Limits:
-        """The usual limits of a host."""
-
-
 def ignore_robots(hosts: HostTable, host: str, reason: str, who: str) -> None:
     hosts.add_exception(ROBOTS, host, reason, who)
     hosts.change(host, lambda state: msgspec.structs.replace(state, ignores_robots=True))
@@ -109,15 +95,13 @@ def apply_configured_exceptions(hosts: HostTable, reasons: Mapping[str, str], wh
 
 
 class Domains:
-    """Reports about hosts, and an operator's decisions about them."""
+    """Reports about hosts, and an operator's decisions about them.
 
-    def __init__(self, stores: LimitedHosts, agent: str) -> None:
-        self._uow, self._clock, self._limits, self._agent = (
-            stores.uow,
-            stores.clock,
-            stores.limits,
-            agent,
-        )
+    `limits` are the usual limits of a host. `agent` is the product token for robots.txt.
+    """
+
+    def __init__(self, uow: UnitOfWork, clock: Clock, limits: pace.Limits, agent: str) -> None:
+        self._uow, self._clock, self._limits, self._agent = uow, clock, limits, agent
 
     # -- reports -----------------------------------------------------------------------------------
 

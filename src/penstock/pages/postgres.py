@@ -5,13 +5,12 @@ Pages are written in their own transaction. The ledger transaction checks that t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import zstandard
 
-from penstock.errors import Unreachable
-from penstock.model import page_id
+from penstock.pages.common import LEVEL, RemotePages, Staged, find, raw
 from penstock.ports import Clock, StagedPages
 from penstock.stores.context import Context
 from penstock.stores.postgres.arrays import byteas
@@ -27,8 +26,6 @@ CREATE TABLE page_body(hash BLOB PRIMARY KEY, body BLOB NOT NULL, size INTEGER N
 ALTER TABLE page_body ALTER COLUMN body SET STORAGE EXTERNAL;
 CREATE INDEX page_body_seen ON page_body(seen, hash);
 """
-LEVEL = 1  # of zstd
-MAX_KNOWN = 30_000  # page ids in the cache of stored pages
 SEEN_INTERVAL = (
     60.0  # seconds between two updates of `seen`, so that a frequent page is not rewritten
 )
@@ -36,14 +33,7 @@ PRUNE = 2000  # pages read by one statement
 MAX_PRUNE_BATCHES = 10  # such statements in one transaction, because other writers wait for it
 
 
-class Staged(StagedPages):
-    """Pages to store: new ones, and those that this process knows to be stored."""
-
-    new: dict[str, tuple[bytes, int]] = {}  # id -> compressed body, size
-    again: dict[str, bytes] = {}  # id -> body, needed if retention has deleted the page
-
-
-class PostgresPages:
+class PostgresPages(RemotePages):
     """Implements ports.PageStore.
 
     `send` writes the bytes in a separate transaction, before the ledger transaction. So no process
@@ -52,27 +42,18 @@ class PostgresPages:
     Otherwise `send` makes them durable.
     """
 
-    remote = True
+    table = "page_body"
+    repair = "restore it from a backup, or push the URL again with --force"
 
     def __init__(self, db: PostgresStore, clock: Clock, *, shared: bool) -> None:
-        self.db, self.clock, self.shared = db, clock, shared
-        self._known: dict[str, None] = {}
-        self._compressor = zstandard.ZstdCompressor(level=LEVEL)
+        super().__init__(clock)
+        self.db, self.shared, self.place = db, shared, db.path
         db.part("page_bodies", 1, SCHEMA)
 
     async def start(self) -> None:
         """Do nothing: the constructor has created the table."""
 
     # -- writing -----------------------------------------------------------------------------------
-
-    def stage(self, pages: Iterable[tuple[str, bytes]]) -> Staged:
-        staged = Staged(new={}, again={})
-        for id_, body in pages:
-            if id_ in self._known:
-                staged.again[id_] = body
-            elif id_ not in staged.new:
-                staged.new[id_] = (self._compressor.compress(body), len(body))
-        return staged
 
     async def send(self, staged: StagedPages) -> None:
         """Write the pages. They are stored when it returns.
@@ -84,9 +65,7 @@ class PostgresPages:
             await self.db.write(
                 lambda tx: self._send(tx, staged), durable=not self.shared, alone=False
             )
-            if len(self._known) > MAX_KNOWN:
-                self._known.clear()
-            self._known.update(dict.fromkeys(staged.new))
+            self._remember(staged.new)
 
     def _send(self, tx: Tx, staged: Staged) -> None:
         now = self.clock.now()
@@ -106,14 +85,14 @@ class PostgresPages:
             for h, body in staged.again.items():
                 if bytes.fromhex(h) not in there:
                     # This runs on the store's thread. So it does not use the loop's compressor.
-                    new[h] = (zstandard.compress(body, LEVEL), len(body))
+                    new[h] = (zstandard.compress(body, LEVEL), len(body), "")
         # Sorted, so that two processes that store the same pages cannot deadlock.
         tx.executemany(
             "INSERT INTO page_body(hash, body, size, packed, seen) VALUES(?,?,?,?,?)"
             " ON CONFLICT(hash) DO UPDATE SET seen=excluded.seen",
             [
                 (bytes.fromhex(h), packed, size, len(packed), now)
-                for h, (packed, size) in sorted(new.items())
+                for h, (packed, size, _) in sorted(new.items())
             ],
         )
 
@@ -135,11 +114,6 @@ class PostgresPages:
         }
         return [h for h in ids if h not in found]
 
-    def forget(self, staged: StagedPages) -> None:
-        assert isinstance(staged, Staged)
-        for h in [*staged.new, *staged.again]:
-            self._known.pop(h, None)
-
     # -- reading -----------------------------------------------------------------------------------
 
     async def get(self, page: str) -> bytes | None:
@@ -150,30 +124,17 @@ class PostgresPages:
 
     def _get(self, tx: Tx, page: str) -> bytes | None:
         packed: bytes | None = tx.execute(
-            "SELECT body FROM page_body WHERE hash=?", (_raw(page),)
+            "SELECT body FROM page_body WHERE hash=?", (raw(page),)
         ).get
-        if packed is None:
-            return None
-        try:
-            body = zstandard.decompress(packed)
-        except zstandard.ZstdError:
-            body = b""
-        if page_id(body) != page:
-            raise Unreachable(
-                f"page {page} in {self.db.path} no longer matches its hash",
-                hint="restore it from a backup, or push the URL again with --force",
-            )
-        return body
+        return None if packed is None else self._decompressed(page, packed)
 
     def find_in(self, tx: Tx, prefix: str) -> list[str]:
         """Return at most ten page ids that start with `prefix`."""
-        low, high = _raw(prefix.ljust(64, "0")), _raw(prefix.ljust(64, "f"))
-        between = "SELECT hash FROM page_body WHERE hash>=? AND hash<=? ORDER BY hash LIMIT 10"
-        return self._query(tx, lambda own: [h.hex() for (h,) in own.execute(between, (low, high))])
+        return self._query(tx, lambda own: find(own, self.table, prefix))
 
     def sizes_in(self, tx: Tx, pages: Sequence[str]) -> dict[str, int]:
         """Return the body sizes of those of `pages` that are stored."""
-        ids = byteas([_raw(page) for page in pages])
+        ids = byteas([raw(page) for page in pages])
         found = self._query(
             tx,
             lambda own: own.execute(
@@ -184,11 +145,7 @@ class PostgresPages:
 
     def totals_in(self, tx: Tx) -> tuple[int, int]:
         """Return the number of stored pages and of their compressed bytes."""
-        pages, size = self._query(
-            tx,
-            lambda own: own.execute("SELECT count(*), coalesce(sum(packed), 0) FROM page_body").get,
-        )
-        return pages, size
+        return self._query(tx, self._totals)
 
     def problems_in(self, tx: Tx) -> list[str]:
         """Return []: the server checks its own files."""
@@ -214,39 +171,20 @@ class PostgresPages:
         """
 
         def work(own: Tx) -> tuple[int, int]:
-            removed = freed = 0
-            excess = (
-                None
-                if max_bytes is None
-                else own.execute("SELECT coalesce(sum(packed), 0) FROM page_body").get - max_bytes
+            expired = self._expired(
+                own,
+                "hash, packed",
+                older_than=older_than,
+                max_bytes=max_bytes,
+                keep=keep,
+                batch=PRUNE,
+                max_batches=MAX_PRUNE_BATCHES,
             )
-            at: tuple[float, bytes] = (-1.0, b"")
-            for _ in range(MAX_PRUNE_BATCHES):
-                rows = own.execute(
-                    "SELECT seen, hash, packed FROM page_body WHERE (seen, hash)>(?, ?)"
-                    " ORDER BY seen, hash LIMIT ?",
-                    (*at, PRUNE),
-                ).fetchall()
-                candidates = []
-                for seen, h, packed in rows:
-                    if (older_than is None or seen >= older_than) and (
-                        excess is None or excess <= 0
-                    ):
-                        break
-                    candidates.append((h, packed))
-                    excess = None if excess is None else excess - packed
-                wanted = keep([h.hex() for h, _ in candidates])
-                deleted = {h: packed for h, packed in candidates if h.hex() not in wanted}
-                own.execute(
-                    "DELETE FROM page_body WHERE hash=ANY(?::bytea[])", (byteas(list(deleted)),)
-                )
-                for h in deleted:
-                    self._known.pop(h.hex(), None)
-                removed, freed = removed + len(deleted), freed + sum(deleted.values())
-                if len(candidates) < PRUNE or removed:
-                    break
-                at = rows[-1][:2]
-            return removed, freed
+            own.execute(
+                "DELETE FROM page_body WHERE hash=ANY(?::bytea[])",
+                (byteas([h for h, _ in expired]),),
+            )
+            return len(expired), sum(packed for _, packed in expired)
 
         return work(tx) if self.shared else self.db.write_now(work)
 
@@ -255,14 +193,6 @@ class PostgresPages:
 
     def close(self) -> None:
         """Do nothing: the caller that opened the store closes it."""
-
-
-def _raw(page: str) -> bytes:
-    """Return the bytes of a hexadecimal page id, or b"", which no page has, if it is not one."""
-    try:
-        return bytes.fromhex(page)
-    except ValueError:
-        return b""
 
 
 def open_pages(url: str, context: Context) -> PostgresPages:

@@ -8,17 +8,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import obstore
-import zstandard
 from obstore.exceptions import BaseError
 
 from penstock.errors import PenstockError, StoreUnavailable, Unreachable
-from penstock.model import page_id
+from penstock.pages.common import RemotePages, Staged, find, raw
 from penstock.ports import Clock, StagedPages
 from penstock.stores.context import Context
 from penstock.stores.s3 import bucket_at, error_text, refused
@@ -33,32 +33,24 @@ CREATE INDEX page_object_seen ON page_object(seen, hash);
 CREATE TABLE page_object_doomed(name TEXT PRIMARY KEY);
 """
 MAX_REQUESTS = 32  # concurrent requests of one worker
-MAX_KNOWN = 30_000  # page ids in the cache of stored pages
 PRUNE_BATCH = 500  # pages read by one statement, and objects deleted by one request
 PROBE_OBJECT = "penstock"  # object that is written and read at the start, to check the permissions
 log = logging.getLogger("penstock.pages")
 
 
-class Staged(StagedPages):
-    """Pages to store: new ones, and those that this process knows to be stored."""
-
-    new: dict[str, tuple[str, bytes, int]] = {}  # id -> object name, compressed body, size
-    again: dict[str, bytes] = {}  # id -> body
-
-
-class S3Pages:
+class S3Pages(RemotePages):
     """Implements ports.PageStore.
 
     `send` writes the objects before the ledger transaction, which then inserts the index rows. If
     the process crashes between the two, objects without an index row remain.
     """
 
-    remote = True
+    table = "page_object"
+    repair = "restore the bucket, or push the URL again with --force"
 
     def __init__(self, db: SqlStore, bucket: Any, place: str, clock: Clock) -> None:
-        self.db, self.bucket, self.place, self.clock = db, bucket, place, clock
-        self._known: dict[str, None] = {}
-        self._compressor = zstandard.ZstdCompressor(level=1)
+        super().__init__(clock)
+        self.db, self.bucket, self.place = db, bucket, place
         self._request_limit = asyncio.Semaphore(MAX_REQUESTS)
         self._remover = ThreadPoolExecutor(1, "penstock-s3")
         self._sets_lock = threading.Lock()
@@ -76,21 +68,9 @@ class S3Pages:
 
     # -- writing -----------------------------------------------------------------------------------
 
-    def stage(self, pages: Iterable[tuple[str, bytes]]) -> Staged:
-        staged = Staged(new={}, again={})
-        for id_, body in pages:
-            if id_ in self._known:
-                staged.again[id_] = body
-            elif id_ not in staged.new:
-                staged.new[id_] = self._packed_object(id_, body)
-        return staged
-
-    def _packed_object(self, id_: str, body: bytes) -> tuple[str, bytes, int]:
-        return (
-            f"{id_[:2]}/{id_}-{secrets.token_hex(4)}.zst",
-            self._compressor.compress(body),
-            len(body),
-        )
+    def _packed(self, id_: str, body: bytes) -> tuple[bytes, int, str]:
+        packed, size, _ = super()._packed(id_, body)
+        return packed, size, f"{id_[:2]}/{id_}-{secrets.token_hex(4)}.zst"
 
     async def send(self, staged: StagedPages) -> None:
         """Write objects. They have no index row yet. Raises StoreUnavailable."""
@@ -105,17 +85,15 @@ class S3Pages:
             del staged.new[id_]
             staged.again[id_] = b""
         for id_ in [id_ for id_ in staged.again if id_ not in there]:
-            staged.new[id_] = self._packed_object(id_, staged.again.pop(id_))
+            staged.new[id_] = self._packed(id_, staged.again.pop(id_))
         sent = await asyncio.gather(
-            *[self._put(name, packed) for name, packed, _ in staged.new.values()],
+            *[self._put(name, packed) for packed, _, name in staged.new.values()],
             return_exceptions=True,
         )
         for failure in sent:
             if isinstance(failure, BaseException):
                 raise failure
-        if len(self._known) > MAX_KNOWN:
-            self._known.clear()
-        self._known.update(dict.fromkeys([*staged.new, *staged.again]))
+        self._remember([*staged.new, *staged.again])
 
     async def _put(self, name: str, packed: bytes) -> None:
         try:
@@ -141,16 +119,13 @@ class S3Pages:
                 " ON CONFLICT(hash) DO UPDATE SET seen=excluded.seen",
                 [
                     (bytes.fromhex(h), name, size, len(packed), now)
-                    for h, (name, packed, size) in sorted(staged.new.items())
+                    for h, (packed, size, name) in sorted(staged.new.items())
                 ],
             )
             named = self._rows(tx, "hash, name", list(staged.new))
             # Another process stored the same page at the same time.
-            superfluous = [name for h, (name, _, _) in staged.new.items() if named[h][0] != name]
-            tx.executemany(
-                "INSERT INTO page_object_doomed(name) VALUES(?) ON CONFLICT DO NOTHING",
-                [(name,) for name in superfluous],
-            )
+            superfluous = [name for h, (*_, name) in staged.new.items() if named[h][0] != name]
+            self._doom(tx, superfluous)
         for some in _batches(list(staged.again)):
             tx.execute(
                 f"UPDATE page_object SET seen=? WHERE hash IN ({_placeholders(some)})",
@@ -159,10 +134,12 @@ class S3Pages:
         there = self._rows(tx, "hash", list(staged.again))
         return [h for h in staged.again if h not in there]
 
-    def forget(self, staged: StagedPages) -> None:
-        assert isinstance(staged, Staged)
-        for h in [*staged.new, *staged.again]:
-            self._known.pop(h, None)
+    def _doom(self, tx: Tx, names: Iterable[str]) -> None:
+        """Mark objects for deletion by a later `sweep_in`."""
+        tx.executemany(
+            "INSERT INTO page_object_doomed(name) VALUES(?) ON CONFLICT DO NOTHING",
+            [(name,) for name in names],
+        )
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -172,7 +149,7 @@ class S3Pages:
         for some in _batches(pages):
             rows = tx.execute(
                 f"SELECT {columns}, 0 FROM page_object WHERE hash IN ({_placeholders(some)})",
-                [_raw(page) for page in some],
+                [raw(page) for page in some],
             ).fetchall()
             found.update({bytes(h).hex(): tuple(rest) for h, *rest in rows})
         return found
@@ -217,35 +194,15 @@ class S3Pages:
             rights="s3:PutObject, s3:GetObject and s3:DeleteObject",
         )
 
-    def _decompressed(self, page: str, packed: bytes) -> bytes:
-        try:
-            body = zstandard.decompress(packed)
-        except zstandard.ZstdError:
-            body = b""
-        if page_id(body) != page:
-            raise Unreachable(
-                f"page {page} in {self.place} no longer matches its hash",
-                hint="restore the bucket, or push the URL again with --force",
-            )
-        return body
-
     def find_in(self, tx: Tx, prefix: str) -> list[str]:
         """Return at most ten page ids that start with `prefix`."""
-        low, high = _raw(prefix.ljust(64, "0")), _raw(prefix.ljust(64, "f"))
-        return [
-            bytes(h).hex()
-            for (h,) in tx.execute(
-                "SELECT hash FROM page_object WHERE hash>=? AND hash<=? ORDER BY hash LIMIT 10",
-                (low, high),
-            )
-        ]
+        return find(tx, self.table, prefix)
 
     def sizes_in(self, tx: Tx, pages: Sequence[str]) -> dict[str, int]:
         return {page: size for page, (size, _) in self._rows(tx, "hash, size", pages).items()}
 
     def totals_in(self, tx: Tx) -> tuple[int, int]:
-        pages, size = tx.execute("SELECT count(*), coalesce(sum(packed), 0) FROM page_object").get
-        return int(pages), int(size)
+        return self._totals(tx)
 
     def problems_in(self, tx: Tx) -> list[str]:
         try:
@@ -271,36 +228,18 @@ class S3Pages:
 
         A `sweep_in` after the commit deletes the objects.
         """
-        excess = 0 if max_bytes is None else self.totals_in(tx)[1] - max_bytes
-        at: tuple[float, bytes] = (-1.0, b"")
-        while True:
-            query = (
-                "SELECT seen, hash, name, packed FROM page_object WHERE (seen, hash)>(?, ?)"
-                " ORDER BY seen, hash LIMIT ?"
-            )
-            rows = tx.execute(query, (*at, PRUNE_BATCH)).fetchall()
-            candidates = []
-            for seen, h, name, packed in rows:
-                if (older_than is None or seen >= older_than) and excess <= 0:
-                    break
-                candidates.append((bytes(h).hex(), name, packed))
-                excess -= packed
-            wanted = keep([h for h, _, _ in candidates])
-            deleted = [row for row in candidates if row[0] not in wanted]
-            # Continue if all rows of this batch are needed.
-            if deleted or len(candidates) < PRUNE_BATCH:
-                break
-            at = rows[-1][:2]
-        tx.executemany(
-            "DELETE FROM page_object WHERE hash=?", [(bytes.fromhex(h),) for h, _, _ in deleted]
+        expired = self._expired(
+            tx,
+            "hash, packed, name",
+            older_than=older_than,
+            max_bytes=max_bytes,
+            keep=keep,
+            batch=PRUNE_BATCH,
+            max_batches=sys.maxsize,
         )
-        tx.executemany(
-            "INSERT INTO page_object_doomed(name) VALUES(?) ON CONFLICT DO NOTHING",
-            [(name,) for _, name, _ in deleted],
-        )
-        for h, _, _ in deleted:
-            self._known.pop(h, None)
-        return len(deleted), sum(packed for _, _, packed in deleted)
+        tx.executemany("DELETE FROM page_object WHERE hash=?", [(h,) for h, _, _ in expired])
+        self._doom(tx, [name for _, _, name in expired])
+        return len(expired), sum(packed for _, packed, _ in expired)
 
     def sweep_in(self, tx: Tx) -> None:
         """Delete objects that an earlier, committed transaction marked, on a thread.
@@ -324,10 +263,11 @@ class S3Pages:
             self._remover.submit(self._remove, names)
 
     def _remove(self, names: list[str]) -> None:
+        done = True
         try:
             obstore.delete(self.bucket, names)
         except FileNotFoundError:
-            done = True  # some servers report that an object does not exist
+            pass  # some servers report that an object does not exist
         except (BaseError, OSError) as e:
             log.warning(
                 "%d objects of removed pages are still in %s: %s",
@@ -336,8 +276,6 @@ class S3Pages:
                 error_text(e),
             )
             done = False
-        else:
-            done = True
         with self._sets_lock:
             self._removing.difference_update(names)
             if done:
@@ -348,14 +286,6 @@ class S3Pages:
 
 
 # -- helpers ---------------------------------------------------------------------------------------
-
-
-def _raw(page: str) -> bytes:
-    """Return the bytes of a hexadecimal page id, or b"", which no page has, if it is not one."""
-    try:
-        return bytes.fromhex(page)
-    except ValueError:
-        return b""
 
 
 def _batches(pages: Sequence[str]) -> Iterator[Sequence[str]]:

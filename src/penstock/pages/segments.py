@@ -19,6 +19,7 @@ import zstandard
 from penstock.errors import StoreUnavailable, Unreachable
 from penstock.locks import FileLock
 from penstock.model import page_id
+from penstock.pages.common import LEVEL, MAX_KNOWN, find, raw
 from penstock.ports import Clock, StagedPages
 from penstock.stores.context import Context
 from penstock.stores.sql import SqlStore, Tx
@@ -36,7 +37,6 @@ CREATE TABLE doomed(name TEXT PRIMARY KEY) WITHOUT ROWID;
 FRAME_PAGES = 32
 FRAME_BYTES = 4 << 20  # of bodies before compression, after which a frame is written
 SEGMENT_BYTES = 64 << 20  # after which a new segment is started
-MAX_KNOWN = 30_000  # page ids in the cache of stored pages
 LIVE_SHARE = 0.5  # a segment with a smaller share of stored pages is rewritten
 # Compressed bytes moved in one transaction. Other writers wait for the transaction.
 MOVE_BYTES = 4 << 20
@@ -50,14 +50,6 @@ class Staged(StagedPages):
     rows: list[tuple[str, int, int, int, int]] = []  # hash, frame, packed, start, size
     again: list[str] = []  # stored before: only their time is updated
     synced: bool = False
-
-
-def _raw(page: str) -> bytes:
-    """Return the bytes of a hexadecimal page id, or b"", which no page has, if it is not one."""
-    try:
-        return bytes.fromhex(page)
-    except ValueError:
-        return b""
 
 
 class SegmentStore:
@@ -83,7 +75,7 @@ class SegmentStore:
         self._unsynced: set[str] = set()
         self._known: dict[str, None] = {}  # ids of pages that are stored, or staged
         self._disk = ThreadPoolExecutor(1, "penstock-pages")  # runs the syncs, which block
-        self._compressor = zstandard.ZstdCompressor(level=1)
+        self._compressor = zstandard.ZstdCompressor(level=LEVEL)
         self._decompressor = zstandard.ZstdDecompressor()
         db.part("pages", 2, SCHEMA)
 
@@ -250,7 +242,7 @@ class SegmentStore:
         row = tx.execute(
             "SELECT s.name, p.frame, p.packed, p.start, p.size FROM page p"
             " JOIN segment s ON s.id=p.segment WHERE p.hash=?",
-            (_raw(page),),
+            (raw(page),),
         ).get
         if row is None:
             return None
@@ -278,18 +270,12 @@ class SegmentStore:
 
     def find_in(self, tx: Tx, prefix: str) -> list[str]:
         """Return at most ten page ids that start with `prefix`."""
-        low, high = _raw(prefix.ljust(64, "0")), _raw(prefix.ljust(64, "f"))
-        return [
-            h.hex()
-            for (h,) in tx.execute(
-                "SELECT hash FROM page WHERE hash>=? AND hash<=? LIMIT 10", (low, high)
-            )
-        ]
+        return find(tx, "page", prefix)
 
     def sizes_in(self, tx: Tx, pages: Sequence[str]) -> dict[str, int]:
         """Return the body sizes of those of `pages` that are stored."""
         found = {
-            page: tx.execute("SELECT size FROM page WHERE hash=?", (_raw(page),)).get
+            page: tx.execute("SELECT size FROM page WHERE hash=?", (raw(page),)).get
             for page in pages
         }
         return {page: size for page, size in found.items() if size is not None}

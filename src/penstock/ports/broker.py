@@ -15,20 +15,20 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Features of a broker.
 
     The configuration is checked against them when it is read. A missing feature is an error and is
-    never replaced silently.
+    never replaced silently. A broker does not have a feature that it does not declare.
     """
 
-    order_per_key: Literal["native", "emulated", "none"]
-    strict_priority: Literal["native", "emulated", "none"]
-    delay: Literal["native", "emulated", "none"]
-    replay: bool
-    bounded: bool  # the broker itself answers `full`
-    counts_deliveries: bool
+    order_per_key: Literal["native", "emulated", "none"] = "none"
+    strict_priority: Literal["native", "emulated", "none"] = "none"
+    delay: Literal["native", "emulated", "none"] = "none"
+    replay: bool = False
+    bounded: bool = False  # the broker itself answers `full`
+    counts_deliveries: bool = False
     # The broker can hold the messages of a host until its slot. Then these messages do not fill the
     # prefetch window.
-    hold_keys: bool
-    exact_stats: bool
-    transactional: bool  # settle, publish and the ledger can share one transaction
+    hold_keys: bool = False
+    exact_stats: bool = False
+    transactional: bool = False  # settle, publish and the ledger can share one transaction
     # End of a lease: its time, or the end of the connection or membership that holds it.
     lease: Literal["time", "connection"] = "time"
     # Messages of one key do not delay other keys, even without `per_key`. If False, messages are

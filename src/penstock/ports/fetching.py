@@ -87,33 +87,21 @@ class PageFetcher(Protocol):
     slot.
     """
 
-    def begin(self, event: Event, baseline: Baseline | None, done: Done) -> Cancellable | None:
-        """Send the request without a task, if only the response has to be waited for.
-
-        `done` gets the response or an exception. Then call `is_final`. Return None if no request
-        was sent. Then call `fetch`.
-        """
-
-    def is_final(self, event: Event, response: Response) -> bool:
-        """Return True if this response to the request of `begin` is the final one.
-
-        Return False if `fetch` must continue. Raises Failure if the content of the response means a
-        failure.
-        """
-
-    async def fetch(
+    def start(
         self,
         event: Event,
         baseline: Baseline | None,
+        done: Done,
         *,
         turn: int = 0,
-        answer: Response | None = None,
         sleep: Callable[[float], Awaitable[None]] | None = None,
         again: bool = False,
-    ) -> Response:
-        """Return the final, successful response with its redirects. Raises Failure otherwise.
+    ) -> Cancellable:
+        """Start to fetch the page. Most pages need one request, which runs without a task.
 
-        `turn` is the number of proxy pools that the event has moved on by. `answer` is the response
-        to the request of `begin`, if `begin` sent one. `sleep` is the function that waits for a
-        slot. `again` is True if the event's slot was already used.
+        The event loop calls `done` once: with the final, successful response and its redirects, a
+        Failure, or CancelledError if the fetch was cancelled.
+
+        `turn` is the number of proxy pools that the event has moved on by. `sleep` is the function
+        that waits for a slot. `again` is True if the event's slot was already used.
         """

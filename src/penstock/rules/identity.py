@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 from functools import lru_cache
+from operator import itemgetter
 from typing import Literal, NamedTuple
 
 import ada_url
@@ -250,12 +251,8 @@ def dedup_key(
             kept.append((name, pair))
     if not kept:
         return head
-    kept.sort(key=_parameter_name)
+    kept.sort(key=itemgetter(0))
     return head + "?" + "&".join([pair for _, pair in kept])
-
-
-def _parameter_name(pair: tuple[str, str]) -> str:
-    return pair[0]
 
 
 def url_key(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, TypeAlias
 from urllib.parse import unquote, urlsplit
 
@@ -40,8 +42,6 @@ class Member(msgspec.Struct, frozen=True):
 
     def __repr__(self) -> str:
         return f"<proxy {self.label}>"
-
-    __str__ = __repr__
 
     def __rich_repr__(self) -> list[tuple[str, Any]]:  # the default would show every field
         return [("label", self.label)]
@@ -237,12 +237,8 @@ View: TypeAlias = Mapping[tuple[str, str], Health]
 
 def cooling(view: View, member: str, host: str, now: float) -> float:
     """Return when the proxy may be used for the host again, or 0 if it may be used now."""
-    until = 0.0
-    for key in ((member, host), (member, ANY_HOST)):
-        health = view.get(key)
-        if health is not None and health.until > now:
-            until = max(until, health.until)
-    return until
+    known = [view.get((member, place)) for place in (host, ANY_HOST)]
+    return max((health.until for health in known if health and health.until > now), default=0.0)
 
 
 def pick(
@@ -296,12 +292,8 @@ def pick(
 
 
 def _weighted(members: Sequence[Member], random: float) -> Member:
-    remaining = random * sum(m.weight for m in members)
-    for member in members:
-        remaining -= member.weight
-        if remaining < 0:
-            return member
-    return members[-1]
+    ends = list(accumulate(m.weight for m in members))
+    return members[min(bisect_right(ends, random * ends[-1]), len(members) - 1)]
 
 
 def _score(key: str, name: str, weight: float) -> float:

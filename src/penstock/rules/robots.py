@@ -20,22 +20,19 @@ _BOM = b"\xef\xbb\xbf"
 # Rules and URLs are compared in decoded form: `%62` is `b`, and in a query `%3A` is `:` (the RFC's
 # own example). These stay encoded: characters that are not printable ASCII, `%`, `*` and `$` (they
 # are wildcards in rules), and in a path `/` and `?`, because `%2F` differs from `/`.
-_coded = re.compile(r"%([0-9A-Fa-f]{2})|([^!-~]|[*$])")
+# Browsers and `canonical_url` encode some of `"<>`{}^|\\`. Sites write them unencoded.
+_coded = re.compile(r'%([0-9A-Fa-f]{2})|([^!-~]|[*$"<>`{}^|\\])')
+_is_plain = re.compile(r"[A-Za-z0-9/._~?&=:;,+@!'()\[\]-]*").fullmatch
 _STAYS_ENCODED = frozenset('%*$"<>`{}^|\\')
 _STAYS_ENCODED_IN_PATH = _STAYS_ENCODED | frozenset("/?#")
 
 
-def _in_path(m: re.Match[str]) -> str:
-    return _recode(m, _STAYS_ENCODED_IN_PATH)
+def _recode(text: str, stays_encoded: frozenset[str]) -> str:
+    def normal_form(m: re.Match[str]) -> str:
+        c = chr(int(m[1], 16)) if m[1] else m[2]
+        return c if "!" <= c <= "~" and c not in stays_encoded else f"%{ord(c):02X}"
 
-
-def _in_query(m: re.Match[str]) -> str:
-    return _recode(m, _STAYS_ENCODED)
-
-
-def _recode(m: re.Match[str], stays_encoded: frozenset[str]) -> str:
-    c = chr(int(m[1], 16)) if m[1] else m[2]
-    return c if "!" <= c <= "~" and c not in stays_encoded else f"%{ord(c):02X}"
+    return _coded.sub(normal_form, text)
 
 
 def _normalise(text: str, in_query: bool = False) -> str:
@@ -43,17 +40,8 @@ def _normalise(text: str, in_query: bool = False) -> str:
     if _is_plain(text):
         return text
     path, question_mark, query = ("", "", text) if in_query else text.partition("?")
-    path = _coded.sub(_in_path, _unsafe.sub(_encode, path))
-    return path + question_mark + _coded.sub(_in_query, _unsafe.sub(_encode, query))
-
-
-_is_plain = re.compile(r"[A-Za-z0-9/._~?&=:;,+@!'()\[\]-]*").fullmatch
-# Browsers and `canonical_url` encode some of these. Sites write them unencoded.
-_unsafe = re.compile(r'["<>`{}^|\\]')
-
-
-def _encode(m: re.Match[str]) -> str:
-    return f"%{ord(m[0]):02X}"
+    path = _recode(path, _STAYS_ENCODED_IN_PATH)
+    return path + question_mark + _recode(query, _STAYS_ENCODED)
 
 
 # -- rules -----------------------------------------------------------------------------------------
@@ -140,7 +128,7 @@ class Robots:
     Agents are product tokens (`penstock` for `Penstock/1.0 (+…)`), compared without case.
     """
 
-    __slots__ = ("_compiled", "_delays", "_no_rules", "_refuse_all", "_rules", "sitemaps")
+    __slots__ = ("_compiled", "_delays", "_refuse_all", "_rules", "sitemaps")
 
     def __init__(
         self,
@@ -153,7 +141,6 @@ class Robots:
         self._rules, self._delays, self._refuse_all = rules, delays, refuse_all
         self.sitemaps = sitemaps
         self._compiled: dict[str, _Group] = {}
-        self._no_rules = _Group((), None)
 
     def allows(self, agent: str, url: str, *, canonical: bool = False) -> bool:
         """Return True if the agent may fetch a URL or path. Return False for an invalid URL.
@@ -180,11 +167,10 @@ class Robots:
         name = _token(agent)
         if name not in self._rules:
             name = "*"
-            if name not in self._rules:
-                return self._no_rules
         group = self._compiled.get(name)
         if group is None:
-            group = self._compiled[name] = _Group(self._rules[name], self._delays.get(name))
+            group = _Group(self._rules.get(name, ()), self._delays.get(name))
+            self._compiled[name] = group
         return group
 
 

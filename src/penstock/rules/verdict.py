@@ -94,13 +94,9 @@ def challenge(headers: Mapping[str, str], body: bytes) -> str:
         return "Cloudflare"
     if headers.get("x-amzn-waf-action") in ("challenge", "captcha"):
         return "AWS WAF"
-    if len(body) > _SHORT:
-        for mark, who in TITLES:
-            if body.find(mark, 0, _TOP) >= 0:
-                return who
-        return ""
-    for mark, who in CHALLENGES:
-        if mark in body:
+    marks, searched = (TITLES, body[:_TOP]) if len(body) > _SHORT else (CHALLENGES, body)
+    for mark, who in marks:
+        if mark in searched:
             return who
     if len(body) <= SMALL:
         low = body.lower()

@@ -62,10 +62,6 @@ class Window(Generic[T]):
     def __len__(self) -> int:
         return len(self.open)
 
-    def __contains__(self, offset: int) -> bool:
-        """Return True if the offset is received and not settled."""
-        return offset in self.open
-
     def add(self, offset: int, value: T) -> bool:
         """Add a received offset. Return False if it must not be delivered.
 

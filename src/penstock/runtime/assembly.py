@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from penstock.brokers.sql import BoundSqlQueue, SqlQueue
+from penstock.brokers.sql import SqlQueue
 from penstock.claims.external import NoClaimTable
-from penstock.claims.sql import SqlClaims, SqlClaimTable
-from penstock.claims.sql_hosts import SqlHosts
+from penstock.claims.sql import SqlClaims, SqlClaimTable, SqlHosts
 from penstock.claims.sql_proxies import SqlProxies
 from penstock.engine.admission import Admission
 from penstock.engine.claim_session import Claims, PrefetchedClaims, SharedClaims
@@ -66,10 +65,10 @@ class FleetProxyHealth(ProxyHealth, Protocol):
     async def prune(self) -> None:
         """Delete old rows that no decision needs."""
 
-    def troubled_in(self, tx: Tx, /) -> list[tuple[str, str, str, int, float, float, str]]:
+    def troubled(self) -> list[tuple[str, str, str, int, float, float, str]]:
         """Return proxies with failures, for a command's output."""
 
-    def lists_in(self, tx: Tx, /) -> dict[str, tuple[float, int, str]]:
+    def lists(self) -> dict[str, tuple[float, int, str]]:
         """Return the last fetch of each pool's list, for a command's output."""
 
 
@@ -144,7 +143,7 @@ class Assembly:
         queue: Queue
         figures: QueueReports
         if self._queue is not None:
-            queue = figures = BoundSqlQueue(sql, self._queue)
+            queue = figures = self._queue.bind(sql)
         else:
             assert self.relay is not None
             queue = RelayedQueue(sent, members, events, self.relay, None)

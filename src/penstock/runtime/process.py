@@ -54,7 +54,6 @@ from penstock.ports import (
     Durability,
     Extraction,
     Fetcher,
-    Row,
     ServedSource,
     Sink,
     Source,
@@ -74,9 +73,7 @@ from penstock.runtime.stores import (
     settings,
     worker_id,
 )
-from penstock.sinks.sqlite import SqliteSink
 from penstock.sources.base import SourceContext
-from penstock.stores.sql import Tx
 
 if TYPE_CHECKING:
     from penstock.intake.http_server import Listener
@@ -396,18 +393,11 @@ class Running:
         bindings = []
         for sink, options in self.sinks:
             only = tuple(options.get("only", ()))
-            if isinstance(sink, SqliteSink) and sink.path == self.stores.db.file:
-                self.stores.db.write_now(partial(_prepare_table, sink))
-                self.stores.table_sinks[sink.name] = partial(_write_table, sink)
-                bindings.append(SinkBinding(sink.name, only))
-                continue
+            bindings.append(SinkBinding(sink.name, only))
             if isinstance(sink, TableSink) and sink.shares(self.config.ledger.url):
                 self.stores.db.write_now(sink.prepare_in)
                 self.stores.table_sinks[sink.name] = sink.write_in
-                bindings.append(SinkBinding(sink.name, only))
-                continue
-            bindings.append(SinkBinding(sink.name, only))
-            if "sink" in self.roles:
+            elif "sink" in self.roles:
                 lock = self.stores.db.lock(sink_lock(self.config, sink.name))
                 self.flushers.append(
                     Flusher(sink, self.stores.uow, lock, self.clock, on_notice=self._notice)
@@ -847,14 +837,6 @@ async def source_to_look_at(
         await fetcher.close()
         await politeness.stop()
         politeness.close()
-
-
-def _prepare_table(sink: SqliteSink, tx: Tx) -> None:
-    sink.prepare_in(tx.cursor())
-
-
-def _write_table(sink: SqliteSink, tx: Tx, rows: Sequence[Row]) -> None:
-    sink.write_in(tx.cursor(), rows)
 
 
 async def retain(

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.brokers.sql import SqlQueue
-from penstock.claims.sql import SqlClaims
-from penstock.claims.sql_hosts import SqlHosts
+from penstock.claims.sql import SqlClaims, SqlHosts
 from penstock.claims.sql_proxies import SqlProxies
 from penstock.clock import SystemClock
 from penstock.config.options import suggest
@@ -34,7 +33,7 @@ from penstock.ports import (
 )
 from penstock.rules import breaker
 from penstock.runtime.assembly import Assembly, ClaimServer, FleetProxyHealth
-from penstock.stores import sqlite
+from penstock.stores import sqlite_checks
 from penstock.stores.context import Context
 
 T = TypeVar("T")
@@ -277,23 +276,23 @@ class Politeness:
 
 def _ensure(queue: SqlQueue) -> None:
     # Most commands only read, so the topics are written only if one is missing.
-    if not queue.db.read_now(lambda tx: queue.has_in(tx, [t.name for t in TOPOLOGY])):
-        queue.db.write_now(lambda tx: queue.ensure_in(tx, TOPOLOGY))
+    if not queue.db.read_now(lambda tx: queue.bind(tx).has([t.name for t in TOPOLOGY])):
+        queue.db.write_now(lambda tx: queue.bind(tx).ensure(TOPOLOGY))
 
 
 def store_facts(directory: Path) -> StoreFacts:
     """Return the SQLite version and the file system of this directory, with known risks."""
-    version, kind = sqlite.sqlite_version(), sqlite.file_system_of(directory)
+    version, kind = sqlite_checks.sqlite_version(), sqlite_checks.file_system_of(directory)
     return StoreFacts(
         sqlite=version,
-        wal_reset_bug=sqlite.has_wal_reset_bug(version),
+        wal_reset_bug=sqlite_checks.has_wal_reset_bug(version),
         file_system=kind,
-        network=kind in sqlite.NETWORK_FILE_SYSTEMS,
+        network=kind in sqlite_checks.NETWORK_FILE_SYSTEMS,
     )
 
 
 def sqlite_version() -> tuple[int, ...]:
-    return sqlite.sqlite_version()
+    return sqlite_checks.sqlite_version()
 
 
 def worker_id() -> str:

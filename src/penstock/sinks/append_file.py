@@ -30,9 +30,6 @@ class Mark(msgspec.Struct, frozen=True, omit_defaults=True):
     # Marks of the files of other machines, the newest first. Those machines continue with them.
     others: tuple[Mark, ...] = ()
 
-    def text(self) -> str:
-        return msgspec.json.encode(self).decode()
-
 
 def read_mark(text: str) -> Mark | None:
     """Return the mark, or None if the text is empty or invalid. A number is an offset."""
@@ -205,17 +202,25 @@ class AppendFile:
             raise Reopen(f"{self.path} was changed by another program")
 
     def mark(self, columns: tuple[str, ...] = ()) -> str:
-        return Mark(
+        mark = Mark(
             self.at,
             zlib.crc32(self._tail),
             os.fstat(self._fd).st_ino,
             columns,
             socket.gethostname(),
             self._others,
-        ).text()
+        )
+        return msgspec.json.encode(mark).decode()
 
-    def lines(self, end: int) -> contextlib.closing[Lines]:
-        return contextlib.closing(Lines(self._fd, end))
+    def changed(self, recorded: Mark, position: int) -> str:
+        """Return the notice that the file is not the one of the recorded mark."""
+        return (
+            f"{self.path} was changed or removed by another program ({recorded.at} bytes after row "
+            f"{position}, now {self.size}): appending at its end, missing rows are not rewritten"
+        )
+
+    def lines(self, end: int) -> Lines:
+        return Lines(self._fd, end)
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -236,6 +241,22 @@ class AppendFile:
         ):
             tail += chunk
         return tail
+
+
+class AppendingSink:
+    """Base of sinks that append to a file. The file belongs to the sink while it is open: data of
+    other programs is removed like an unrecorded row after a crash.
+    """
+
+    def __init__(self, name: str, path: Path) -> None:
+        self.name, self.path, self.notice = name, path, ""
+        self._file = AppendFile(path)
+
+    def restore(self, mark: str) -> None:
+        self._file.restore(mark)
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class Lines:
@@ -266,9 +287,6 @@ class Lines:
         end = found + 1 if found >= 0 else len(self._buffer) - self._buffer.endswith(b"\r")
         line, self._buffer = self._buffer[:end], self._buffer[end:]
         return line
-
-    def close(self) -> None:
-        self._buffer = b""
 
 
 def sync_directory(directory: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from penstock.errors import Unreachable
 from penstock.ports import Reopen, Row
-from penstock.sinks.append_file import AppendFile, Mark, read_mark, sync_directory
+from penstock.sinks.append_file import AppendingSink, Mark, read_mark, sync_directory
 from penstock.sinks.common import (
     DELETED,
     PROVENANCE_COLUMNS,
@@ -33,14 +33,11 @@ from penstock.sinks.common import (
 _HEADER_LIMIT = 4 << 20  # bytes
 
 
-class CsvSink:
-    """CSV sink. The file belongs to the sink while it is open: data of other programs is removed
-    like an unrecorded row after a crash.
-    """
+class CsvSink(AppendingSink):
+    """CSV sink."""
 
     def __init__(self, name: str, path: Path, max_columns: int) -> None:
-        self.name, self.path, self.notice = name, path, ""
-        self._file = AppendFile(path)
+        super().__init__(name, path)
         self._columns: tuple[str, ...] = ()
         self._max_columns = max_columns
 
@@ -61,11 +58,7 @@ class CsvSink:
             self._file.truncate(own_mark.at)
         else:
             if recorded is not None and recorded.at > 0 and not self._was_widened(recorded):
-                self.notice = (
-                    f"{self.path} was changed by another program ({recorded.at} bytes after row "
-                    f"{position}, now {self._file.size}): appending at its end, missing rows are "
-                    "not rewritten"
-                )
+                self.notice = self._file.changed(recorded, position)
             self._file.continue_at_end()
         return self._file.mark(self._columns)
 
@@ -85,20 +78,10 @@ class CsvSink:
         if self._columns and columns != self._columns:
             self._widen(columns)
             raise Reopen(f"{self.path} got new columns")
-        out = io.StringIO(newline="")
-        writer = csv.writer(out, lineterminator="\r\n")
-        if not self._columns:
-            writer.writerow(columns)
-        writer.writerows(_cells(flat, columns) for flat in flats)
-        self._file.append(out.getvalue().encode())
+        header = [] if self._columns else [columns]
+        self._file.append(_encoded([*header, *(_cells(flat, columns) for flat in flats)]))
         self._columns = columns
         return self._file.mark(columns)
-
-    def restore(self, mark: str) -> None:
-        self._file.restore(mark)
-
-    def close(self) -> None:
-        self._file.close()
 
     # -- columns -----------------------------------------------------------------------------------
 
@@ -135,12 +118,12 @@ class CsvSink:
     def _header(self) -> tuple[str, ...]:
         """Return the columns of the file's header, () if the file is empty."""
         raw, quotes = b"", 0
-        with self._file.lines(self._file.size) as lines:
-            while line := lines.line():
-                raw += line
-                quotes += line.count(b'"')
-                if (line.endswith(b"\n") and quotes % 2 == 0) or len(raw) > _HEADER_LIMIT:
-                    break
+        lines = self._file.lines(self._file.size)
+        while line := lines.line():
+            raw += line
+            quotes += line.count(b'"')
+            if (line.endswith(b"\n") and quotes % 2 == 0) or len(raw) > _HEADER_LIMIT:
+                break
         try:
             names = tuple(
                 next(csv.reader(io.StringIO(raw.decode("utf-8-sig"), newline=""), strict=True), ())
@@ -167,10 +150,8 @@ class CsvSink:
         quotes, first = 0, True
         was = os.stat(target)
         try:
-            with (
-                open(draft, "wb", buffering=1 << 18) as out,
-                self._file.lines(self._file.at) as lines,
-            ):
+            lines = self._file.lines(self._file.at)
+            with open(draft, "wb", buffering=1 << 18) as out:
                 os.fchmod(out.fileno(), stat.S_IMODE(was.st_mode))
                 with contextlib.suppress(PermissionError):
                     os.fchown(out.fileno(), was.st_uid, was.st_gid)
@@ -181,7 +162,7 @@ class CsvSink:
                             out.write(line)
                         continue
                     if first:
-                        out.write(_header_line(columns))
+                        out.write(_encoded([columns]))
                         first = False
                         continue
                     end = b"\r\n" if line.endswith(b"\r\n") else b"\n"
@@ -200,9 +181,9 @@ class CsvSink:
         return target.with_name(f".{target.name}.penstock-draft")
 
 
-def _header_line(columns: Sequence[str]) -> bytes:
+def _encoded(rows: Iterable[Sequence[Any]]) -> bytes:
     out = io.StringIO(newline="")
-    csv.writer(out, lineterminator="\r\n").writerow(columns)
+    csv.writer(out, lineterminator="\r\n").writerows(rows)
     return out.getvalue().encode()
 
 

@@ -7,18 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from penstock.ports import Row
-from penstock.sinks.append_file import AppendFile, read_mark
+from penstock.sinks.append_file import AppendingSink, read_mark
 from penstock.sinks.common import file_url
 
 
-class JsonLinesSink:
-    """JSON lines sink. The file belongs to the sink while it is open: data of other programs is
-    removed like an unrecorded row after a crash.
-    """
-
-    def __init__(self, name: str, path: Path) -> None:
-        self.name, self.path, self.notice = name, path, ""
-        self._file = AppendFile(path)
+class JsonLinesSink(AppendingSink):
+    """JSON lines sink."""
 
     def open(self, position: int, mark: str) -> str:
         """Truncate the file to the mark.
@@ -34,11 +28,7 @@ class JsonLinesSink:
             self._file.truncate(own_mark.at)
         else:
             if recorded is not None and recorded.at > 0:
-                self.notice = (
-                    f"{self.path} was changed by another program ({recorded.at} bytes after row "
-                    f"{position}, now {self._file.size}): appending at its end, missing rows are "
-                    "not rewritten"
-                )
+                self.notice = self._file.changed(recorded, position)
             self._file.continue_at_end()
         return self._file.mark()
 
@@ -46,12 +36,6 @@ class JsonLinesSink:
         self._file.check()
         self._file.append(b"".join([_line(row.body) for row in rows]))
         return self._file.mark()
-
-    def restore(self, mark: str) -> None:
-        self._file.restore(mark)
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def _line(body: bytes) -> bytes:

@@ -6,8 +6,7 @@ They are written over a separate connection, or in the ledger's transaction.
 from __future__ import annotations
 
 import contextlib
-import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode
@@ -18,8 +17,9 @@ from psycopg import errors
 from penstock.config.options import check_names
 from penstock.errors import ConfigError, StoreUnavailable
 from penstock.ports import Reopen, Row
+from penstock.sinks.columns import PositionedSink
 from penstock.sinks.common import PREFIX, option_max_columns
-from penstock.sinks.postgres_table import Table, quoted, savepoint
+from penstock.sinks.postgres_table import PostgresTable, quoted, savepoint
 from penstock.stores.postgres.connection import Wire
 from penstock.stores.postgres.url import Address, refusal
 from penstock.stores.sql import Tx
@@ -29,94 +29,52 @@ _OPTIONS = ("table", "schema", "mode", "max_columns")
 MAX_COLUMNS = 400  # a row of more long texts does not fit into a block of the server (8 kB)
 
 
-class PostgresSink:
+class PostgresSink(PositionedSink):
     """PostgreSQL sink. Through the outbox: `open`, then `write`. In the ledger's database:
     `prepare_in` once, then `write_in`, without the outbox.
-
-    The position is in the target database and changes in the transaction that writes the rows. So a
-    repeated batch writes nothing. The position is stored under an id, which the ledger records as
-    the mark. A new ledger counts from 1 again, so it must not use the position of another one.
     """
 
-    def __init__(
-        self,
-        address: Address,
-        table: Table,
-        *,
-        new_id: Callable[[], str] = lambda: secrets.token_hex(8),
-    ) -> None:
-        self.address, self.table, self.notice = address, table, ""
+    # If two machines write to this sink, one waits here, and then finds its rows written.
+    lock = " FOR UPDATE"
+
+    def __init__(self, address: Address, table: PostgresTable) -> None:
         table_name = table.name if table.schema == PUBLIC else f"{table.schema}.{table.name}"
-        self.name = f"{address.label}?table={table_name}"
-        self._new_id = new_id
+        name = f"{address.label}?table={table_name}"
+        super().__init__(name, name, f"{quoted(table.schema)}._penstock_position", table)
+        self.address, self._schema = address, table.schema
         # The outbox deletes rows that this sink has confirmed, so commits must be durable.
         self._wire = Wire(address.options, {"synchronous_commit": "on"})
-        self._id = ""
-        self._sql: dict[str, str] = {}
         self._prepared = False
 
     def open(self, position: int, mark: str) -> str:
         self.close()
         self.notice = ""
-        positions = f"{quoted(self.table.schema)}._penstock_position"
         try:
             self._wire.open()
         except psycopg.Error as e:
-            error = refusal(e, self.address, self.table.schema)
+            error = refusal(e, self.address, self._schema)
             raise StoreUnavailable(error.message, hint=error.hint) from e
         with self._transaction() as tx:
             self.table.prepare(tx, adopt=True)
             # UniqueViolation: another process creates the table at the same time.
             with contextlib.suppress(errors.UniqueViolation), savepoint(tx):
                 tx.execute(
-                    f"CREATE TABLE IF NOT EXISTS {positions} "
+                    f"CREATE TABLE IF NOT EXISTS {self._positions} "
                     "(sink text, id text, n bigint NOT NULL, PRIMARY KEY (sink, id))"
                 )
-            self._sql = {
-                "reached": f"SELECT n FROM {positions} WHERE sink = ? AND id = ? FOR UPDATE",
-                "note": f"INSERT INTO {positions} (sink, id, n) VALUES (?, ?, ?) "
-                "ON CONFLICT (sink, id) DO UPDATE SET n = excluded.n",
-            }
-            last_row = self._last_row(tx, mark) if mark else None
-            self._id = mark if last_row is not None else self._new_id()
-            if mark and last_row is None:
-                self.notice = (
-                    f"{self.name} is not the database that row {position} was written to: "
-                    "continuing after that row"
-                )
-            elif last_row is not None and last_row < position:
-                self.notice = (
-                    f"{self.name} is older than row {position} (its last row is {last_row}): "
-                    f"continuing after row {position}"
-                )
-            if last_row is None or last_row < position:
-                tx.execute(self._sql["note"], (self.name, self._id, position))
+            self._resume(tx, position, mark)
         return self._id
 
     def write(self, rows: Sequence[Row]) -> str:
         if not self._wire.is_open:
             raise Reopen(f"{self.name} is not open")
         with self._transaction() as tx:
-            last_row = self._last_row(tx, self._id)
-            if last_row is None:
-                raise Reopen(f"{self.name} has lost its position")
-            fresh = [row for row in rows if row.n > last_row]
-            if fresh:
-                self.table.write(tx, fresh)
-                tx.execute(self._sql["note"], (self.name, self._id, fresh[-1].n))
+            self._write_new_rows(tx, rows)
         self.notice = self.table.notice or self.notice
         return self._id
 
     def close(self) -> None:
         self._wire.close()
-
-    def _last_row(self, tx: Tx, mark: str) -> int | None:
-        """Return the last row, or None if there is no position. Locks the position.
-
-        If two machines write to this sink, one waits here, and then finds its rows written.
-        """
-        found: int | None = tx.execute(self._sql["reached"], (self.name, mark)).get
-        return found
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[Tx]:
@@ -227,7 +185,7 @@ def open_sink(url: str, options: Mapping[str, Any], base: Path) -> PostgresSink:
         )
     return PostgresSink(
         address,
-        Table(
+        PostgresTable(
             schema,
             table,
             append=mode == "append",

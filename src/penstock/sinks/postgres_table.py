@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import math
 import re
 import zlib
@@ -19,16 +18,15 @@ from psycopg import errors
 
 from penstock.errors import ConfigError, StoreUnavailable
 from penstock.ports import Row
-from penstock.sinks.common import PREFIX, PROVENANCE_COLUMNS, REST, Flat, flatten, json_text
+from penstock.sinks.columns import ORDER, ColumnTable
+from penstock.sinks.common import PREFIX, PROVENANCE_COLUMNS, REST, Flat, json_text
 from penstock.stores.sql import Tx
 
-_ORDER = PREFIX + "order"
-_KEY = PREFIX + "key"
 # json, not jsonb, for the rest: json keeps the text unchanged, and only json may contain \u0000.
 _PENSTOCK_COLUMNS = dict.fromkeys(PROVENANCE_COLUMNS, "text") | {
     PREFIX + "version": "bigint",
     PREFIX + "fetched_at": "double precision",
-    _ORDER: "bigint",
+    ORDER: "bigint",
     REST: "json",
 }
 _COLUMNS_TABLE = "_penstock_columns"
@@ -63,32 +61,35 @@ _ROW_ERRORS = (
 )
 
 
-class Table:
+def quoted(name: str) -> str:
+    """Return a quoted identifier of letters, digits and escapes only.
+
+    So it never contains a `?` or a quote, which statements are searched for.
+    """
+    if re.fullmatch(r"\w+", name):
+        return f'"{name}"'
+    return 'U&"' + re.sub(r"\W", lambda found: f"\\+{ord(found[0]):06x}", name) + '"'
+
+
+class PostgresTable(ColumnTable):
+    own_columns = _PENSTOCK_COLUMNS
+    table_kinds = ("r", "p")
+    not_unique = errors.UniqueViolation
+    quoted = staticmethod(quoted)
+
     def __init__(self, schema: str, name: str, *, append: bool, max_columns: int) -> None:
-        self.schema, self.name, self.append, self.max_columns = schema, name, append, max_columns
-        self.notice = ""
-        self._types: dict[str, str] = {}  # by name: the server's name of the type
-        # Columns that records fill. A newer row sets missing ones to null, but no other columns.
-        self._managed: list[str] = []
+        # A hash of the name, which is never too long for an index name.
+        index = PREFIX + hashlib.sha256(name.encode()).hexdigest()[:16] + "_key"
+        super().__init__(
+            name, schema=quoted(schema) + ".", index=index, append=append, max_columns=max_columns
+        )
+        self.schema = schema
         self._made: set[str] = set()  # managed columns created by this sink, whose type may change
         # Columns that could not be widened or added.
         self._unchangeable: set[str] = set()
-        self._insert = ""
+        self._columns_table = f"{quoted(schema)}.{_COLUMNS_TABLE}"
 
-    @property
-    def _target(self) -> str:
-        return f"{quoted(self.schema)}.{quoted(self.name)}"
-
-    @property
-    def _columns_table(self) -> str:
-        return f"{quoted(self.schema)}.{_COLUMNS_TABLE}"
-
-    def prepare(self, tx: Tx, *, adopt: bool) -> None:
-        """Create the table of columns, and the index for the mode.
-
-        With `adopt`, an existing table of another application is filled too. Raise ConfigError if
-        the table cannot be created or used.
-        """
+    def _create_columns_table(self, tx: Tx) -> None:
         self._unchangeable.clear()
         try:
             with savepoint(tx):
@@ -108,19 +109,11 @@ class Table:
             ) from e
         except errors.UniqueViolation:  # another process creates it at the same time
             pass
-        kind = self._load(tx)
-        if kind is None:
-            return
-        if kind not in ("r", "p"):
-            raise ConfigError(
-                f"{self.name} is a view or another relation, but a sink needs a table",
-                hint="choose another name with ?table=",
-            )
-        if not adopt:
-            self._refuse_other_tables()
+
+    def prepare(self, tx: Tx, *, adopt: bool) -> None:
         try:
             with savepoint(tx):
-                self._add_columns(tx, {})
+                super().prepare(tx, adopt=adopt)
         except errors.InsufficientPrivilege as e:
             raise ConfigError(
                 f"this user cannot change the table {self.name}: "
@@ -129,43 +122,21 @@ class Table:
                 "or choose another name with ?table=",
             ) from e
 
-    def write(self, tx: Tx, rows: Sequence[Row]) -> None:
-        """Write rows in order.
-
-        Values that the table rejects are kept as JSON in the rest. Raise StoreUnavailable if the
-        table rejects a row even then.
-        """
-        if self._load(tx) is None:
-            self._types = {}
-        self._refuse_other_tables()
-        flats = [(row, flatten(row.body)) for row in rows]
-        new, wider = self._needed_changes(
-            flat for _, flat in flats if self.append or not flat.deleted
-        )
+    def _fit(self, tx: Tx, flats: Sequence[Flat]) -> None:
+        """Add and widen columns. Values that the table rejects are kept as JSON in the rest."""
+        new, wider = self._needed_changes(flats)
         if new or wider or not self._managed:
             self._change_table(tx, new, wider)
-            for _, flat in flats:
+            for flat in flats:
                 for name in [
                     n for n in flat.fields if n not in self._types and flat.fields[n] is not None
                 ]:
                     flat.rest[name] = flat.fields.pop(name)
-        for removes, group in itertools.groupby(
-            flats, lambda pair: pair[1].deleted and not self.append
-        ):
-            if removes:
-                delete = (
-                    f"DELETE FROM {self._target} WHERE {quoted(_KEY)} = ? "
-                    f"AND coalesce({quoted(_ORDER)}, 0) <= ?"
-                )
-                tx.executemany(delete, [(key_text(row.key), row.order) for row, _ in group])
-            else:
-                self._write_all(tx, list(group))
 
-    def _write_all(self, tx: Tx, flats: Sequence[tuple[Row, Flat]]) -> None:
-        bound = [self._bindings(row, flat) for row, flat in flats]
+    def _insert_rows(self, tx: Tx, flats: Sequence[tuple[Row, Flat]]) -> None:
         try:
             with savepoint(tx):
-                tx.executemany(self._insert, bound)
+                super()._insert_rows(tx, flats)
         except _ROW_ERRORS:
             for row, flat in flats:
                 self._write_alone(tx, row, flat)
@@ -192,20 +163,9 @@ class Table:
                 hint="drop that constraint or give its column a default. Rows wait until then",
             ) from e
 
-    def _refuse_other_tables(self) -> None:
-        if self._types and not self._managed:
-            raise ConfigError(
-                f"the table {self.name} belongs to another application",
-                hint="choose another name with ?table=",
-            )
-
     # -- schema ------------------------------------------------------------------------------------
 
     def _load(self, tx: Tx) -> str | None:
-        """Read the current table, which another process may have changed.
-
-        Return the kind of the relation, or None if it does not exist.
-        """
         found = tx.execute(
             f"SELECT c.relkind::text, a.attname, t.typname,"
             f" a.attgenerated <> '' OR a.attidentity = 'a', b.made FROM pg_catalog.pg_class c"
@@ -224,7 +184,11 @@ class Table:
             name for _, name, _, fixed, made in found if made is not None and not fixed
         ]
         self._made = {name for _, name, _, _, made in found if made}
-        self._prepare_insert()
+        # Every value is sent as text, and the server converts it to the type of its column. So one
+        # statement is enough for all rows. A connection caches prepared statements by their text
+        # with the types of that time. The comment gives changed types another text.
+        types = zlib.crc32(" ".join(self._types[name] for name in self._managed).encode())
+        self._insert = f"/* {types:08x} */ {self._insert_statement()}"
         return found[0][0] if found else None
 
     def _needed_changes(self, flats: Iterable[Flat]) -> tuple[dict[str, str], dict[str, str]]:
@@ -261,12 +225,11 @@ class Table:
                     new[name] = _column_type(value)
                     columns_left -= 1
                 else:
-                    flat.rest[name] = flat.fields.pop(name)
-                    self.notice = (
-                        f"table {self.name}: some fields can have no column (max_columns = "
-                        f"{self.max_columns}, a name that is too long or not allowed, or a table "
-                        f"that is busy or not owned by this user) and are kept as JSON in {REST}"
+                    why = (
+                        "a name that is too long or not allowed, or a table that is busy or not "
+                        "owned by this user"
                     )
+                    self._move_to_rest(flat, name, why)
         return new, wider
 
     def _change_table(self, tx: Tx, new: Mapping[str, str], wider: Mapping[str, str]) -> None:
@@ -304,107 +267,42 @@ class Table:
             )
             self._load(tx)
 
-    def _add_columns(self, tx: Tx, new: Mapping[str, str]) -> None:
-        wanted = dict(new) | _PENSTOCK_COLUMNS
-        missing = {name: declared for name, declared in wanted.items() if name not in self._types}
-        if not self._types:
-            columns = ", ".join(f"{quoted(name)} {declared}" for name, declared in missing.items())
-            tx.execute(f"CREATE TABLE {self._target} ({columns})")
-        elif missing:
-            columns = ", ".join(
-                f"ADD COLUMN {quoted(name)} {declared}" for name, declared in missing.items()
-            )
-            tx.execute(f"ALTER TABLE {self._target} {columns}")
+    def _record_columns(self, tx: Tx, wanted: Iterable[str], missing: Mapping[str, str]) -> None:
         tx.executemany(
             f"INSERT INTO {self._columns_table} (of, name, made) VALUES (?, ?, ?) "
             "ON CONFLICT DO NOTHING",
             [(self.name, name, name in missing) for name in wanted if name not in self._managed],
         )
-        # A hash of the name, which is never too long for an index name.
-        index = PREFIX + hashlib.sha256(self.name.encode()).hexdigest()[:16] + "_key"
-        if self.append:
-            tx.execute(f"DROP INDEX IF EXISTS {quoted(self.schema)}.{index}")
-        else:
-            try:
-                tx.execute(
-                    f"CREATE UNIQUE INDEX IF NOT EXISTS {index} ON {self._target} ({quoted(_KEY)})"
-                ).fetchall()
-            except errors.UniqueViolation as e:
-                hint = "keep mode=append, with which it was filled, or choose another ?table="
-                raise ConfigError(
-                    f"the table {self.name} has several rows of one key", hint=hint
-                ) from e
-        self._load(tx)
-
-    def _prepare_insert(self) -> None:
-        """Build the insert statement.
-
-        Every value is sent as text, and the server converts it to the type of its column. So one
-        statement is enough for all rows. A connection caches prepared statements by their text with
-        the types of that time. The comment with a checksum of the types gives changed types another
-        text.
-        """
-        names = self._managed
-        types = zlib.crc32(" ".join(self._types[name] for name in names).encode())
-        insert = (
-            f"/* {types:08x} */ INSERT INTO {self._target} AS _penstock_row "
-            f"({', '.join(map(quoted, names))}) VALUES"
-        )
-        self._insert = f"{insert} ({', '.join('?' * len(names))})"
-        if not self.append:
-            assignments = ", ".join(
-                f"{quoted(name)} = excluded.{quoted(name)}" for name in names if name != _KEY
-            )
-            order = quoted(_ORDER)
-            self._insert += (
-                f" ON CONFLICT ({quoted(_KEY)}) DO UPDATE SET {assignments} "
-                f"WHERE excluded.{order} >= coalesce(_penstock_row.{order}, excluded.{order})"
-            )
 
     # -- values ------------------------------------------------------------------------------------
 
-    def _bindings(self, row: Row, flat: Flat) -> list[str | None]:
-        values = flat.fields | flat.provenance
-        values[_KEY], values[_ORDER] = key_text(row.key), row.order
-        rest = dict(flat.rest)
-        bound = dict[str, str | None]()
-        for name in self._managed:
-            value = values.get(name)
-            bound[name], exact = (None, True) if value is None else _cell(value, self._types[name])
-            if not exact and name in flat.fields:
-                # The cell has the value as far as its type allows, the rest the extracted value.
-                rest[name] = value
-        bound[REST] = json_text(rest) if rest else None
-        return [bound[name] for name in self._managed]
+    def _key(self, key: str) -> str:
+        """Return the key as text for an index.
 
+        A key that is too long or contains NUL is shortened, without NUL, and gets a hash of the
+        whole key.
+        """
+        if len(key) <= _MAX_KEY_CHARACTERS and "\0" not in key:
+            return key
+        digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
+        return f"{key[: _MAX_KEY_CHARACTERS - 70].replace(chr(0), '�')}…{digest}"
 
-def key_text(key: str) -> str:
-    """Return the key as text for an index.
-
-    A key that is too long or contains NUL is shortened, without NUL, and gets a hash of the whole
-    key.
-    """
-    if len(key) <= _MAX_KEY_CHARACTERS and "\0" not in key:
-        return key
-    digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
-    return f"{key[: _MAX_KEY_CHARACTERS - 70].replace(chr(0), '�')}…{digest}"
-
-
-def _cell(value: Any, kind: str) -> tuple[str | None, bool]:
-    """Return a value as text for a column of this type, and whether the text is exact."""
-    match _KINDS.get(kind, "other"):
-        case "json":
-            text = json_text(value)
-            clean = (
-                re.sub(r"(?<!\\)((?:\\\\)*)\\u0000", r"\1�", text) if "\\u0000" in text else text
-            )
-            return clean, clean == text
-        case "int" | "numeric" | "float" as family:
-            return _number(value, family, _INTEGERS.get(kind, 0))
-        case "bool":
-            return (str(value).lower(), True) if isinstance(value, bool) else (None, False)
-    text = value if isinstance(value, str) else json_text(value)
-    return text.replace("\0", "�"), "\0" not in text
+    def _cell(self, value: Any, kind: str) -> tuple[str | None, bool]:
+        match _KINDS.get(kind, "other"):
+            case "json":
+                text = json_text(value)
+                clean = (
+                    re.sub(r"(?<!\\)((?:\\\\)*)\\u0000", r"\1�", text)
+                    if "\\u0000" in text
+                    else text
+                )
+                return clean, clean == text
+            case "int" | "numeric" | "float" as family:
+                return _number(value, family, _INTEGERS.get(kind, 0))
+            case "bool":
+                return (str(value).lower(), True) if isinstance(value, bool) else (None, False)
+        text = value if isinstance(value, str) else json_text(value)
+        return text.replace("\0", "�"), "\0" not in text
 
 
 def _number(value: Any, family: str, bound: int) -> tuple[str | None, bool]:
@@ -463,16 +361,6 @@ def _is_valid_name(name: str) -> bool:
         and "\0" not in name
         and len(name.encode("utf-8", "surrogatepass")) <= _MAX_NAME_BYTES
     )
-
-
-def quoted(name: str) -> str:
-    """Return a quoted identifier of letters, digits and escapes only.
-
-    So it never contains a `?` or a quote, which statements are searched for.
-    """
-    if re.fullmatch(r"\w+", name):
-        return f'"{name}"'
-    return 'U&"' + re.sub(r"\W", lambda found: f"\\+{ord(found[0]):06x}", name) + '"'
 
 
 @contextlib.contextmanager

@@ -33,6 +33,7 @@ from penstock.sources.polling import (
     short_hash,
     target,
     unpack,
+    validators,
 )
 
 log = logging.getLogger("penstock.sources")
@@ -105,9 +106,7 @@ class ApiSource(Polling):
         The ids depend on the cursor at the start. So an interrupted round is repeated with the same
         ids, and reports no change twice.
         """
-        state = (
-            await asyncio.to_thread(unpack, cursor, _State) if cursor is not None else None
-        ) or _State()
+        state = await asyncio.to_thread(unpack, cursor, _State) or _State()
         seen_versions = await asyncio.to_thread(SeenVersions, state.memory, self._max_items)
         silent = not state.pages and self._first == "none"
         url: str | None = self._paging.first(self._url)
@@ -141,10 +140,7 @@ class ApiSource(Polling):
             for n in range(0, max(1, len(found)), BATCH):
                 yield Batch(findings=[] if silent else found[n : n + BATCH])
             if pages == 1:
-                etag, modified = (
-                    value if value and len(value) <= 1000 else None
-                    for value in map(response.headers.get, ("etag", "last-modified"))
-                )
+                etag, modified = validators(response)
             following = self._paging.next(self._url, url, response, page, items)
             if following is not None and (pages >= self._max_pages or items >= self._max_items):
                 log.warning(
@@ -161,8 +157,9 @@ class ApiSource(Polling):
                 self.name,
                 seen_versions.repeated,
             )
-        new = _State(1, pages, etag, modified, seen_versions.stored())
-        packed = await asyncio.to_thread(pack, new)
+        packed = await asyncio.to_thread(
+            pack, _State(1, pages, etag, modified, seen_versions.stored())
+        )
         yield Batch(cursor=packed if packed != cursor else None, idle=True)
 
     async def _get(self, url: str, known: _State) -> Response:
@@ -188,14 +185,13 @@ class ApiSource(Polling):
     def _new_findings(self, page: Page, seen_versions: SeenVersions, base: str) -> list[Finding]:
         found = []
         for item in page.items:
-            count = seen_versions.observe(item.key, short_hash(item.hash))
-            if count is None:
+            id_parts = seen_versions.observe(item.key, short_hash(item.hash))
+            if id_parts is None:
                 continue
             url = item.payload.get("url")
-            id_ = mint("api", self._url, item.key, item.hash, *([str(count)] if count else []))
             found.append(
                 Finding(
-                    id=id_,
+                    id=mint("api", self._url, item.key, item.hash, *id_parts),
                     url=url if isinstance(url, str) and url else None,
                     base=base,
                     cause=item.key,
@@ -206,7 +202,7 @@ class ApiSource(Polling):
         return found
 
     def describe(self, cursor: bytes | None) -> str:
-        state = unpack(cursor, _State) if cursor is not None else None
+        state = unpack(cursor, _State)
         return "at the start" if state is None else f"{len(state.memory.known) // 16:,} items known"
 
 
@@ -300,5 +296,4 @@ def _set_parameter(url: str, name: str, value: str) -> str:
     return canonical_url(urlunsplit(parts._replace(query=urlencode([*query, (name, value)]))))
 
 
-def open_source(spec: SourceSpec, context: SourceContext) -> ApiSource:
-    return ApiSource(spec, context)
+open_source = ApiSource

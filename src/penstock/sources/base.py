@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -70,14 +71,11 @@ class BaseSource(ABC):
 
         Override it if reading has an effect outside before the generator is resumed.
         """
-        rounds = self.read(cursor)
-        try:
-            async for batch in rounds:
+        async with aclosing(self.read(cursor)) as batches:
+            async for batch in batches:
                 if batch.findings or batch.idle:
                     return list(batch.findings)[:limit]
-            return []
-        finally:
-            await rounds.aclose()
+        return []
 
     async def place(self, to: str) -> bytes | None:
         raise UsageError(f"source {self.name} has no position {to!r}", hint="use `--to start`")

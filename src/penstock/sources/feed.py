@@ -26,6 +26,7 @@ from penstock.sources.polling import (
     short_hash,
     target,
     unpack,
+    validators,
 )
 
 __all__ = ["Feed", "FeedEntry", "FeedError", "Hints", "open_source", "parse"]
@@ -57,7 +58,7 @@ class FeedSource(Polling):
         self._uses_hints: bool = given["hints"]
 
     async def read(self, cursor: bytes | None) -> AsyncGenerator[Batch, None]:
-        state = unpack(cursor, _State) if cursor is not None else None
+        state = unpack(cursor, _State)
         now = self.context.clock.now()
         if state is not None and self._uses_hints and now < state.not_before < now + 8 * 86400:
             self.due_at = state.not_before
@@ -93,16 +94,11 @@ class FeedSource(Polling):
             ]
         for n in range(0, len(found), BATCH):
             yield Batch(findings=found[n : n + BATCH])
-        etag, modified = (
-            value if value and len(value) <= 1000 else None
-            for value in map(response.headers.get, ("etag", "last-modified"))
-        )
         yield Batch(
             cursor=pack(
                 _State(
                     1,
-                    etag,
-                    modified,
+                    *validators(response),
                     self._next_due(feed.hints, now),
                     feed.hints,
                     seen_versions.stored(),
@@ -116,16 +112,15 @@ class FeedSource(Polling):
         found = []
         for entry in reversed(feed):
             version = f"{entry.updated:.3f}" if entry.updated is not None else entry.hash
-            count = seen_versions.observe(entry.id, short_hash(version))
-            if count is None:
+            id_parts = seen_versions.observe(entry.id, short_hash(version))
+            if id_parts is None:
                 continue
             payload = {
                 name: value for name, value in msgspec.to_builtins(entry).items() if name != "hash"
             }
-            id_ = mint("feed", self._url, entry.id, version, *([str(count)] if count else []))
             found.append(
                 Finding(
-                    id=id_,
+                    id=mint("feed", self._url, entry.id, version, *id_parts),
                     url=entry.url,
                     base=base,
                     cause=entry.id,
@@ -143,15 +138,14 @@ class FeedSource(Polling):
 
     async def preview(self, cursor: bytes | None, limit: int) -> Sequence[Finding]:
         """Return the next findings, without waiting for the time that the feed requests."""
-        state = unpack(cursor, _State) if cursor is not None else None
+        state = unpack(cursor, _State)
         if state is not None:
             state.not_before = 0.0
         return await super().preview(pack(state) if state is not None else None, limit)
 
     def describe(self, cursor: bytes | None) -> str:
-        state = unpack(cursor, _State) if cursor is not None else None
+        state = unpack(cursor, _State)
         return "at the start" if state is None else f"{len(state.memory.known) // 16} entries known"
 
 
-def open_source(spec: SourceSpec, context: SourceContext) -> FeedSource:
-    return FeedSource(spec, context)
+open_source = FeedSource

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from hashlib import blake2b
 from typing import Any
@@ -52,6 +53,7 @@ _BASE = "{http://www.w3.org/XML/1998/namespace}base"
 _PLAIN = {"resolve_relative_uris": False, "sanitize_html": False}
 _beginning = re.compile(r"<(?:\?xml|(?:[\w-]{1,20}:)?(?:rss|feed|rdf|channel)\b)", re.I)
 _ending = re.compile(r"</(?:[\w-]{1,20}:)?(?:rss|feed|rdf|channel)\s{0,9}>", re.I)
+_digits = re.compile(r"[0-9]{1,9}").fullmatch
 
 
 class FeedError(PenstockError):
@@ -103,19 +105,28 @@ class Hints(msgspec.Struct, frozen=True, array_like=True):
         return now + max(every, min(self.least, MAX_HINT))
 
 
+NO_HINTS = Hints()
+
+
 class Feed(list[FeedEntry]):
-    """Entries in the order of the feed, with the title and hints of the feed."""
+    """Entries in the order of the feed, with the title and hints of the feed.
+
+    Repeated entries are removed. If entries with different links have the same id, the link is
+    added to the id.
+    """
 
     def __init__(
-        self,
-        entries: Iterator[FeedEntry],
-        *,
-        kind: str,
-        title: str = "",
-        hints: Hints | None = None,
+        self, entries: list[FeedEntry], kind: str, *, title: str = "", hints: Hints = NO_HINTS
     ) -> None:
-        super().__init__(entries)
-        self.kind, self.title, self.hints = kind, title, hints or Hints()
+        links: dict[str, set[str | None]] = {}
+        for e in entries:
+            links.setdefault(e.id, set()).add(e.url)
+        unique: dict[str, FeedEntry] = {}
+        for e in entries:
+            id_ = e.id if len(links[e.id]) == 1 else f"{e.id} {e.url or e.hash}"
+            unique.setdefault(id_, msgspec.structs.replace(e, id=id_))
+        super().__init__(unique.values())
+        self.kind, self.title, self.hints = kind, title[:MAX_NAME], hints
 
 
 def parse(body: bytes, content_type: str | None) -> Feed:
@@ -147,26 +158,22 @@ def _xml(text: str) -> Feed:
     wanted = "entry" if atom else "item"
     items = [e for place in dict.fromkeys((head, root)) for e in place if _local(e) == wanted]
     if not items and (found := _parse_leniently(text)):
-        return Feed(iter(_with_unique_ids(iter(found))), kind="rss")
+        return Feed(found, "rss")
     if name not in ("feed", "rss", "rdf", "channel") and not items:
         raise UnreadableDocument(f"begins with <{name[:40]}>, which is neither RSS nor Atom")
     about = _fields(head, atom)
-    entries = (_atom_entry(e) if atom else _rss_item(e) for e in items[:MAX_ENTRIES])
-    kind = "atom" if atom else "rdf" if name == "rdf" else "rss"
     return Feed(
-        iter(_with_unique_ids(entries)),
-        kind=kind,
-        title=_first(about, "title")[:MAX_NAME],
+        [_atom_entry(e) if atom else _rss_item(e) for e in items[:MAX_ENTRIES]],
+        "atom" if atom else "rdf" if name == "rdf" else "rss",
+        title=_first(about, "title"),
         hints=_hints(about),
     )
 
 
 def _tree(text: str) -> Any:
     """Parse XML strictly. If that fails, repair entities and parse with error recovery."""
-    try:
+    with suppress(etree.XMLSyntaxError, ValueError):
         return etree.fromstring(text.encode("utf-8", "replace"), _parser(False))
-    except (etree.XMLSyntaxError, ValueError):
-        pass
     begin = _beginning.search(text[:65536])
     if begin is None:
         raise UnreadableDocument(
@@ -257,10 +264,7 @@ def _parse_leniently(text: str) -> list[FeedEntry]:
             updated=_string(e, "updated"),
             published=_string(e, "published"),
             summary=_string(e, "summary"),
-            content="",
             author=_string(e, "author"),
-            tags=[],
-            enclosures=[],
         )
         for e in found.get("entries", ())[:MAX_ENTRIES]
     ]
@@ -382,19 +386,16 @@ def _absolute(element: Any, url: str) -> str:
 
 def _hints(about: dict[str, list[Any]]) -> Hints:
     least = 0.0
-    ttl = _first(about, "ttl")
-    if ttl.isascii() and ttl.isdigit() and len(ttl) < 10:
-        least = int(ttl) * 60.0
+    if ttl := _digits(_first(about, "ttl")):
+        least = int(ttl[0]) * 60.0
     elif (period := _PERIODS.get(_first(about, "sy:updateperiod").lower())) is not None:
-        often = _first(about, "sy:updatefrequency")
-        least = period / max(
-            1, int(often) if often.isascii() and often.isdigit() and len(often) < 10 else 1
-        )
+        often = _digits(_first(about, "sy:updatefrequency"))
+        least = period / max(1, int(often[0]) if often else 1)
     hours = {
         int(t) % 24
         for e in about.get("skiphours", ())
         for h in e
-        if (t := _text(h)).isascii() and t.isdigit() and len(t) < 3
+        if _digits(t := _text(h)) and len(t) < 3
     }
     days = {
         _DAYS.index(t)
@@ -420,10 +421,8 @@ def _json(text: str) -> Feed:
         or "jsonfeed.org" not in version
     ):
         raise UnreadableDocument("is JSON, but not a JSON Feed")
-    entries = (_json_item(item) for item in items[:MAX_ENTRIES] if isinstance(item, dict))
-    return Feed(
-        iter(_with_unique_ids(entries)), kind="json", title=_string(found, "title")[:MAX_NAME]
-    )
+    entries = [_json_item(item) for item in items[:MAX_ENTRIES] if isinstance(item, dict)]
+    return Feed(entries, "json", title=_string(found, "title"))
 
 
 def _json_item(item: dict[str, Any]) -> FeedEntry:
@@ -470,10 +469,10 @@ def _entry(
     updated: str,
     published: str,
     summary: str,
-    content: str,
     author: str,
-    tags: list[str],
-    enclosures: list[str],
+    content: str = "",
+    tags: Sequence[str] = (),
+    enclosures: Sequence[str] = (),
 ) -> FeedEntry:
     digest = blake2b(digest_size=16)
     for part in (title, url or "", updated, published, summary, content, *enclosures):
@@ -492,23 +491,3 @@ def _entry(
         enclosures=tuple(enclosures[:20]),
         hash=digest.hexdigest(),
     )
-
-
-def _with_unique_ids(entries: Iterator[FeedEntry]) -> list[FeedEntry]:
-    """Make the ids of entries unique, and remove repeated entries.
-
-    If entries with different links have the same id, the link is added to the id.
-    """
-    found = list(entries)
-    links: dict[str, set[str | None]] = {}
-    for e in found:
-        links.setdefault(e.id, set()).add(e.url)
-    unique: dict[str, FeedEntry] = {}
-    for e in found:
-        entry = (
-            e
-            if len(links[e.id]) == 1
-            else msgspec.structs.replace(e, id=f"{e.id} {e.url or e.hash}")
-        )
-        unique.setdefault(entry.id, entry)
-    return list(unique.values())

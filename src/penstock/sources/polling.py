@@ -13,11 +13,13 @@ import zstandard
 from penstock.authoring.pipeline import SourceSpec
 from penstock.config.options import resolve_env
 from penstock.errors import ConfigError, UsageError
+from penstock.ports import Response
 from penstock.rules.identity import BadUrl, canonical_url
 from penstock.sources.base import BaseSource, SourceContext
 
 MAX_PAST_VERSIONS = 50_000  # replaced versions in the cursor, twelve bytes each
 MAX_STATE = 256 << 20  # bytes of a decompressed state
+MAX_VALIDATOR = 1000  # characters of an ETag or Last-Modified header
 S = TypeVar("S")
 
 
@@ -31,8 +33,7 @@ class Polling(BaseSource):
 
     def __init__(self, spec: SourceSpec, context: SourceContext, *, every: float) -> None:
         super().__init__(spec, context)
-        self.interval = spec.every if spec.every is not None else every
-        self.every = self.interval
+        self.interval = self.every = spec.every if spec.every is not None else every
 
     def due(self, now: float) -> float | None:
         return self.due_at if self.due_at is not None and self.due_at > now else None
@@ -114,14 +115,12 @@ class SeenVersions:
         self._seen: set[bytes] = set()
         self.repeated = 0  # items of this round whose key another item had already
 
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def observe(self, key: str, version: bytes) -> int | None:
+    def observe(self, key: str, version: bytes) -> list[str] | None:
         """Record the version of a key.
 
         Return None if the version is known, or if the key was already seen in this round.
-        Otherwise return how often this version was replaced before, usually 0.
+        Otherwise return the last parts of the finding's id. They are empty if this version was
+        never replaced before.
         """
         key8 = short_hash(key)
         if key8 in self._seen:
@@ -134,7 +133,8 @@ class SeenVersions:
             return None
         if before is not None:
             self._past.add(key, before)
-        return self._past.count(key, version)
+        count = self._past.count(key, version)
+        return [str(count)] if count else []
 
     def stored(self) -> StoredVersions:
         return StoredVersions(
@@ -147,17 +147,28 @@ def pack(state: msgspec.Struct) -> bytes:
     return zstandard.ZstdCompressor(level=6).compress(msgspec.msgpack.encode(state))
 
 
-def unpack(cursor: bytes, kind: type[S]) -> S | None:
-    """Decode a cursor. Return None if it is invalid or has another format.
+def unpack(cursor: bytes | None, kind: type[S]) -> S | None:
+    """Decode a cursor. Return None if there is none, or if it is invalid or has another format.
 
     Then the source is read from the start, with the same ids.
     """
     try:
+        if cursor is None:
+            return None
         return msgspec.msgpack.decode(
             zstandard.ZstdDecompressor().decompress(cursor, max_output_size=MAX_STATE), type=kind
         )
     except (zstandard.ZstdError, msgspec.MsgspecError, ValueError):
         return None
+
+
+def validators(response: Response) -> tuple[str | None, str | None]:
+    """Return ETag and Last-Modified, or None for one that is missing or too long for a cursor."""
+    etag, modified = map(response.headers.get, ("etag", "last-modified"))
+    return (
+        etag if etag and len(etag) <= MAX_VALIDATOR else None,
+        modified if modified and len(modified) <= MAX_VALIDATOR else None,
+    )
 
 
 # -- options ---------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ Elements are moved atomically into a hash, and deleted from it when the ledger h
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 
@@ -138,7 +138,9 @@ class RedisList(BaseSource):
             if taken:
                 findings = [self._finding(epoch, *element) for element in taken]
                 yield Batch(findings=findings, cursor=taken[-1][0], backlog=left)
-                await self._delete([number for number, _, _ in taken])
+                # If that fails, the elements are read again, with the same ids.
+                numbers = [number for number, _, _ in taken]
+                await self._answer(self._server.command("HDEL", self._keys[1], *numbers))
                 reported_at = clock.now()
                 continue
             if self.every is not None or clock.now() - reported_at >= IDLE_REPORT_INTERVAL:
@@ -155,43 +157,37 @@ class RedisList(BaseSource):
 
         Each element has its number, length and text. Raises SourceDown.
         """
-        try:
-            epoch, left, flat = await self._server.run(
+        epoch, left, flat = await self._answer(
+            self._server.run(
                 script, self._keys, limit, MAX_ELEMENT, BATCH_BYTES, self._kind, self._epoch
             )
-        except PenstockError as e:
-            raise self._down(e) from None
+        )
         return (
             epoch.decode(),
             left,
             [(flat[i], flat[i + 1], flat[i + 2]) for i in range(0, len(flat), 3)],
         )
 
-    async def _delete(self, numbers: Sequence[bytes]) -> None:
-        """Delete accepted elements. If that fails, they are read again, with the same ids."""
+    async def _answer(self, answer: Awaitable[Any]) -> Any:
+        """Wait for the server's answer. Raises SourceDown."""
         try:
-            await self._server.command("HDEL", self._keys[1], *numbers)
+            return await answer
         except PenstockError as e:
-            raise self._down(e) from None
-
-    def _down(self, e: PenstockError) -> SourceDown:
-        if "WRONGTYPE" in e.message:
-            return SourceDown(
+            if "WRONGTYPE" not in e.message:
+                raise SourceDown(e.message, hint=e.hint) from None
+            raise SourceDown(
                 f"{self._key} in Redis at {self._server.name} is not a {self._kind}",
                 hint="use list=KEY, set=KEY or zset=KEY in the source's URL",
-            )
-        return SourceDown(e.message, hint=e.hint)
+            ) from None
 
     def _finding(self, epoch: str, number: bytes, length: int, raw: bytes) -> Finding:
         text = raw.decode("utf-8", "surrogateescape")
         url, payload, wrong = _read(text, length)
-        about = {"key": self._key, "number": int(number)}
-        id_ = mint("redis", epoch, number.decode(), str(length), text)
         return Finding(
-            id=id_,
+            id=mint("redis", epoch, number.decode(), str(length), text),
             url=url,
             cause=f"{self._key} {int(number)}",
-            payload={**payload, "_redis": about},
+            payload={**payload, "_redis": {"key": self._key, "number": int(number)}},
             refused=wrong,
         )
 

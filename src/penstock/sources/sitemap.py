@@ -21,7 +21,16 @@ from penstock.rules import robots
 from penstock.rules.identity import BadUrl, authority, canonical_url, origin, registrable_domain
 from penstock.rules.masking import mask
 from penstock.sources.base import BATCH, SourceContext, options
-from penstock.sources.polling import PastVersions, Polling, integer, one_of, pack, target, unpack
+from penstock.sources.polling import (
+    PastVersions,
+    Polling,
+    integer,
+    one_of,
+    pack,
+    target,
+    unpack,
+    validators,
+)
 from penstock.sources.sitemap_parser import Sitemap, SitemapEntry, SitemapError, parse
 
 __all__ = ["Sitemap", "SitemapEntry", "SitemapError", "open_source", "parse"]
@@ -154,10 +163,7 @@ class SitemapSource(Polling):
             raise
         if response.status == 304 and before is not None:
             return before, None
-        etag, modified = (
-            value if value and len(value) <= 1000 else None
-            for value in map(response.headers.get, ("etag", "last-modified"))
-        )
+        etag, modified = validators(response)
         if by_robots:
             named = [
                 child
@@ -203,7 +209,7 @@ class SitemapSource(Polling):
         )
 
     def describe(self, cursor: bytes | None) -> str:
-        state = unpack(cursor, _State) if cursor is not None else None
+        state = unpack(cursor, _State)
         if state is None:
             return "at the start"
         urls = sum(len(d.marks) // 8 for d in state.documents)
@@ -214,7 +220,7 @@ class _Comparison:
     """Comparison of one round with the last: changes of each document, and removed URLs."""
 
     def __init__(self, cursor: bytes | None, max_urls: int) -> None:
-        state = (unpack(cursor, _State) if cursor is not None else None) or _State()
+        state = unpack(cursor, _State) or _State()
         self.before = {d.url: d for d in state.documents if d.url}
         self._known = {loc: mark for d in state.documents for loc, mark in d.entries()}
         self._past, self._max_urls = PastVersions(state.left), max_urls
@@ -297,9 +303,8 @@ class _Comparison:
         }
         payload |= {"url": entry.loc, "change": change, "sitemap": sitemap}
         payload.setdefault("lastmod", None)
-        id_ = mint("sitemap", entry.loc, _text(mark), *([str(count)] if count else []))
         return Finding(
-            id=id_,
+            id=mint("sitemap", entry.loc, _text(mark), *([str(count)] if count else [])),
             url=entry.loc,
             cause=f"{change} {_text(mark)}".strip(),
             payload=payload,
@@ -350,5 +355,4 @@ def _text(mark: bytes) -> str:
     return "" if mark == NO_LASTMOD else f"{struct.unpack('<d', mark)[0]:.3f}"
 
 
-def open_source(spec: SourceSpec, context: SourceContext) -> SitemapSource:
-    return SitemapSource(spec, context)
+open_source = SitemapSource

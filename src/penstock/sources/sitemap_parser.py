@@ -16,8 +16,7 @@ import msgspec
 
 from penstock.errors import PenstockError
 from penstock.rules.identity import BadUrl, canonical_url
-from penstock.sources.feed_parser import FeedError
-from penstock.sources.feed_parser import parse as parse_feed
+from penstock.sources import feed_parser
 from penstock.sources.markup import (
     MAX_REPAIRED,
     UnreadableDocument,
@@ -175,10 +174,80 @@ class _Reader:
             values.append(value)
 
 
+class _Entries:
+    """Entries of the sitemap at `url`, and the reasons for entries that are left out."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self.made: list[SitemapEntry] = []
+        self.left_out: Counter[str] = Counter()
+
+    def sitemap(
+        self, kind: Literal["urlset", "index"], form: Literal["xml", "text", "feed"] = "xml"
+    ) -> Sitemap:
+        made = tuple(self.made)
+        return Sitemap(
+            url=self._url,
+            kind=kind,
+            form=form,
+            entries=made if kind == "urlset" else (),
+            children=made if kind == "index" else (),
+            left_out=dict(self.left_out),
+        )
+
+    def add(self, fields: dict[str, list[str]]) -> None:
+        # Checked first, so that entries beyond the limit take no time.
+        if len(self.made) >= MAX_URLS:
+            self.left_out[f"more than the {MAX_URLS} URLs that the protocol allows"] += 1
+            return
+        if not (loc := self.loc(fields.get("loc", [""])[0])):
+            return
+        lastmod = parse_date(given) if (given := _one(fields, "lastmod")) else None
+        if given and lastmod is None:
+            self.left_out["a lastmod that is not a date (the entry is used without it)"] += 1
+        frequency, priority = (
+            (_one(fields, "changefreq") or "").lower(),
+            _one(fields, "priority") or "",
+        )
+        self.made.append(
+            SitemapEntry(
+                loc=loc,
+                lastmod=lastmod,
+                changefreq=frequency if frequency in _FREQUENCIES else None,
+                priority=float(priority)
+                if re.fullmatch(r"[01](\.[0-9]{1,9})?", priority)
+                else None,
+                images=tuple(fields.get("image/loc", ())),
+                videos=tuple(fields.get("video/content_loc", fields.get("video/player_loc", ()))),
+                alternates=tuple(
+                    (language, href)
+                    for language, _, href in (
+                        link.partition(" ") for link in fields.get("link", ())
+                    )
+                ),
+                news_title=_one(fields, "news/title"),
+                news_date=parse_date(_one(fields, "news/publication_date")),
+            )
+        )
+
+    def loc(self, text: str) -> str:
+        """Return the canonical URL, or "" if it is invalid. Count the reason then."""
+        if not text:
+            reason = "no loc"
+        elif len(text) > MAX_LOC:
+            reason = f"a loc of more than {MAX_LOC} characters"
+        else:
+            try:
+                return canonical_url(text, self._url)
+            except BadUrl as e:
+                reason = f"a loc that cannot be fetched: {e.reason}"
+        self.left_out[reason] += 1
+        return ""
+
+
 def _xml(body: bytes, encoding: str, url: str, *, repair: bool = False) -> Sitemap:
-    made: list[SitemapEntry] = []
-    left_out: Counter[str] = Counter()
-    reader = _Reader(lambda fields: _add_entry(made, left_out, fields, url))
+    entries = _Entries(url)
+    reader = _Reader(entries.add)
     try:
         for chunk in _repair_chunks(_chunks(body, encoding)) if repair else _chunks(body, encoding):
             reader.parser.Parse(chunk, False)
@@ -196,9 +265,7 @@ def _xml(body: bytes, encoding: str, url: str, *, repair: bool = False) -> Sitem
         if not repair and b"&" in body:
             return _xml(body, encoding, url, repair=True)
         raise UnreadableDocument(f"is ill-formed XML: {e}") from None
-    if reader.root == "sitemapindex":
-        return Sitemap(url=url, kind="index", children=tuple(made), left_out=dict(left_out))
-    return Sitemap(url=url, kind="urlset", entries=tuple(made), left_out=dict(left_out))
+    return entries.sitemap("index" if reader.root == "sitemapindex" else "urlset")
 
 
 def _chunks(body: bytes, encoding: str) -> Iterator[str]:
@@ -229,55 +296,9 @@ def _repair_chunks(chunks: Iterator[str]) -> Iterator[str]:
     yield repair_entities(rest)
 
 
-def _add_entry(
-    made: list[SitemapEntry], left_out: Counter[str], fields: dict[str, list[str]], url: str
-) -> None:
-    # Checked first, so that entries beyond the limit take no time.
-    if len(made) >= MAX_URLS:
-        left_out[f"more than the {MAX_URLS} URLs that the protocol allows"] += 1
-        return
-    if not (loc := _loc(fields.get("loc", [""])[0], url, left_out)):
-        return
-    lastmod = parse_date(given) if (given := _one(fields, "lastmod")) else None
-    if given and lastmod is None:
-        left_out["a lastmod that is not a date (the entry is used without it)"] += 1
-    frequency, priority = (_one(fields, "changefreq") or "").lower(), _one(fields, "priority") or ""
-    made.append(
-        SitemapEntry(
-            loc=loc,
-            lastmod=lastmod,
-            changefreq=frequency if frequency in _FREQUENCIES else None,
-            priority=float(priority) if re.fullmatch(r"[01](\.[0-9]{1,9})?", priority) else None,
-            images=tuple(fields.get("image/loc", ())),
-            videos=tuple(fields.get("video/content_loc", fields.get("video/player_loc", ()))),
-            alternates=tuple(
-                (language, href)
-                for language, _, href in (link.partition(" ") for link in fields.get("link", ()))
-            ),
-            news_title=_one(fields, "news/title"),
-            news_date=parse_date(_one(fields, "news/publication_date")),
-        )
-    )
-
-
 def _one(fields: dict[str, list[str]], name: str) -> str | None:
     values = fields.get(name)
     return values[0][:MAX_TEXT] if values else None
-
-
-def _loc(text: str, url: str, left_out: Counter[str]) -> str:
-    """Return the canonical URL, or "" if it is invalid. Count the reason then."""
-    if not text:
-        left_out["no loc"] += 1
-        return ""
-    if len(text) > MAX_LOC:
-        left_out[f"a loc of more than {MAX_LOC} characters"] += 1
-        return ""
-    try:
-        return canonical_url(text, url)
-    except BadUrl as e:
-        left_out[f"a loc that cannot be fetched: {e.reason}"] += 1
-        return ""
 
 
 # -- other forms -----------------------------------------------------------------------------------
@@ -285,23 +306,17 @@ def _loc(text: str, url: str, left_out: Counter[str]) -> str:
 
 def _text(body: bytes, encoding: str, url: str) -> Sitemap:
     """Parse a list with one URL per line. Raises UnreadableDocument if it has no URL."""
-    made: list[SitemapEntry] = []
-    left_out: Counter[str] = Counter()
+    entries = _Entries(url)
     for line in _lines(body, encoding):
-        if not re.match(r"https?://", line, re.I):
-            left_out["a line that is not a URL"] += 1
-            if not made and left_out.total() >= 100:
+        if re.match(r"https?://", line, re.I):
+            entries.add({"loc": [line]})
+        else:
+            entries.left_out["a line that is not a URL"] += 1
+            if not entries.made and entries.left_out.total() >= 100:
                 break
-        elif loc := _loc(line, url, left_out):
-            if len(made) < MAX_URLS:
-                made.append(SitemapEntry(loc=loc))
-            else:
-                left_out[f"more than the {MAX_URLS} URLs that the protocol allows"] += 1
-    if not made:
+    if not entries.made:
         raise UnreadableDocument("is neither XML nor a list of URLs")
-    return Sitemap(
-        url=url, kind="urlset", form="text", entries=tuple(made), left_out=dict(left_out)
-    )
+    return entries.sitemap("urlset", "text")
 
 
 def _lines(body: bytes, encoding: str) -> Iterator[str]:
@@ -316,15 +331,13 @@ def _lines(body: bytes, encoding: str) -> Iterator[str]:
 
 def _feed(body: bytes, url: str) -> Sitemap:
     try:
-        feed = parse_feed(body, None)
-    except FeedError as e:
+        feed = feed_parser.parse(body, None)
+    except feed_parser.FeedError as e:
         raise UnreadableDocument(e.reason) from None
-    left_out: Counter[str] = Counter()
-    found = {loc: e for e in feed if (loc := _loc(e.url or "", url, left_out))}
-    made = [
+    entries = _Entries(url)
+    found = {loc: e for e in feed if (loc := entries.loc(e.url or ""))}
+    entries.made += [
         SitemapEntry(loc=loc, lastmod=e.updated if e.updated is not None else e.published)
         for loc, e in found.items()
     ]
-    return Sitemap(
-        url=url, kind="urlset", form="feed", entries=tuple(made[:MAX_URLS]), left_out=dict(left_out)
-    )
+    return entries.sitemap("urlset", "feed")

@@ -52,10 +52,6 @@ OPTIONS: dict[str, Any] = {
 HMAC_OPTIONS = ("header", "algorithm", "encoding", "prefix", "signed", "timestamp")
 
 
-def open_source(spec: SourceSpec, context: SourceContext) -> Webhook:
-    return Webhook(spec, context)
-
-
 class Webhook(BaseSource):
     """Implements ports.ServedSource."""
 
@@ -392,3 +388,6 @@ def _is_loopback(host: str) -> bool:
         return address is None or ipaddress.ip_address(address).is_loopback
     except ValueError:
         return False
+
+
+open_source = Webhook

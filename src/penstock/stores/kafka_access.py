@@ -175,26 +175,37 @@ def told(
     for secret in (access.password, access.key_password):
         text = text.replace(secret, "***") if secret else text
     at = f"Kafka at {access.servers}"
-    if code in _LOGIN_ERRORS:
-        return f"{at} refuses the login ({text})", f"check user, password and sasl= in {url}"
-    if code in _PERMISSION_ERRORS:
-        return f"{at} does not permit {doing} ({text})", f"give this user {rights}"
-    if code == KafkaError._SSL:
-        return (
+    explanations = (
+        (
+            _LOGIN_ERRORS,
+            f"{at} refuses the login ({text})",
+            f"check user, password and sasl= in {url}",
+        ),
+        (
+            _PERMISSION_ERRORS,
+            f"{at} does not permit {doing} ({text})",
+            f"give this user {rights}",
+        ),
+        (
+            (KafkaError._SSL,),
             f"no TLS connection to {at} ({text})",
             "use kafka+ssl:// for TLS ports and kafka:// for plain ports. "
             "Name the CA of a private certificate with ca=FILE",
-        )
-    if code == KafkaError._RESOLVE:
-        return (
+        ),
+        (
+            (KafkaError._RESOLVE,),
             f"the host of {at} cannot be resolved ({text})",
             f"check the spelling of the host in {url}",
-        )
-    if code in _VERSION_ERRORS:
-        return (
+        ),
+        (
+            _VERSION_ERRORS,
             f"{at} is too old for {doing} ({text})",
             "use Kafka 2.4 or newer, or with protocol=consumer 4.0 or newer",
-        )
+        ),
+    )
+    for codes, message, hint in explanations:
+        if code in codes:
+            return message, hint
     return (
         f"{at} cannot be reached for {doing} ({text})",
         "check that it runs, and host and port. A server that requires TLS or a login closes other "

@@ -217,7 +217,47 @@ class Server:
             self._checked = True
 
     def judge(self, facts: Mapping[str, str]) -> None:
-        judge(facts, self.name, evictable=self._evictable, volatile=self._volatile)
+        """Check the reply of INFO. Raises Unreachable if the server is not usable."""
+        version = facts.get("redis_version", "0")
+        policy = facts.get("maxmemory_policy", "noeviction")
+        problems = (
+            (
+                facts.get("loading") == "1",  # the other values are not final yet
+                "is loading its data",
+                "try again in some seconds",
+            ),
+            (
+                tuple(int(n) for n in version.split(".")[:2] if n.isdigit()) < OLDEST,
+                f"is version {version}; Penstock needs 7.0 or newer",
+                "upgrade the server, or name another one",
+            ),
+            (
+                facts.get("role") == "slave",
+                "is a replica and accepts no writes",
+                "name the primary in the DSN",
+            ),
+            (
+                facts.get("cluster_enabled") == "1",
+                "is a cluster node; Penstock needs a single primary",
+                "name a server without cluster mode",
+            ),
+            (
+                not self._volatile
+                and (policy.startswith("allkeys") or (self._evictable and policy != "noeviction")),
+                f"may evict keys of Penstock when memory is short (maxmemory-policy {policy})",
+                "run CONFIG SET maxmemory-policy noeviction, "
+                "or accept the loss with ?volatile=allow in the DSN",
+            ),
+            (
+                not self._volatile and facts.get("aof_enabled") != "1",
+                "loses its data on a restart (no append-only file)",
+                "run CONFIG SET appendonly yes (and set it in redis.conf), "
+                "or accept the loss with ?volatile=allow in the DSN",
+            ),
+        )
+        for found, problem, hint in problems:
+            if found:
+                raise Unreachable(f"Redis at {self.name} {problem}", hint=hint)
 
     async def close(self) -> None:
         await self._pool.disconnect()
@@ -262,44 +302,6 @@ class Blocking:
         if self._client is not None:
             self._client.close()
             self._client = None
-
-
-def judge(facts: Mapping[str, str], name: str, *, evictable: bool, volatile: bool) -> None:
-    """Check the reply of INFO. Raises Unreachable if the server is not usable."""
-    if facts.get("loading") == "1":  # the other values are not final yet
-        raise Unreachable(f"Redis at {name} is loading its data", hint="try again in some seconds")
-    version = facts.get("redis_version", "0")
-    if tuple(int(n) for n in version.split(".")[:2] if n.isdigit()) < OLDEST:
-        raise Unreachable(
-            f"Redis at {name} is version {version}; Penstock needs 7.0 or newer",
-            hint="upgrade the server, or name another one",
-        )
-    if facts.get("role") == "slave":
-        raise Unreachable(
-            f"Redis at {name} is a replica and accepts no writes",
-            hint="name the primary in the DSN",
-        )
-    if facts.get("cluster_enabled") == "1":
-        raise Unreachable(
-            f"Redis at {name} is a cluster node; Penstock needs a single primary",
-            hint="name a server without cluster mode",
-        )
-    if volatile:
-        return
-    policy = facts.get("maxmemory_policy", "noeviction")
-    if policy.startswith("allkeys") or (evictable and policy != "noeviction"):
-        raise Unreachable(
-            f"Redis at {name} may evict keys of Penstock when memory is short "
-            f"(maxmemory-policy {policy})",
-            hint="run CONFIG SET maxmemory-policy noeviction, "
-            "or accept the loss with ?volatile=allow in the DSN",
-        )
-    if facts.get("aof_enabled") != "1":
-        raise Unreachable(
-            f"Redis at {name} loses its data on a restart (no append-only file)",
-            hint="run CONFIG SET appendonly yes (and set it in redis.conf), "
-            "or accept the loss with ?volatile=allow in the DSN",
-        )
 
 
 def _existing_file(value: object) -> str:

@@ -30,12 +30,46 @@ def error_text(e: Exception) -> str:
     return f"{found[1]}: {found[2]}" if found else text.split("\n", 1)[0][:200]
 
 
-BAD_CREDENTIALS = (
-    "InvalidAccessKeyId",
-    "SignatureDoesNotMatch",
-    "InvalidToken",
-    "ExpiredToken",
-    "AuthorizationHeaderMalformed",
+# Text in an error of the S3 library -> error to raise, its message and its hint.
+_ERRORS: tuple[tuple[str, type[PenstockError], str, str], ...] = (
+    (
+        "NoSuchBucket",
+        Unreachable,
+        "there is no {place}",
+        "create the bucket, or correct {setting}",
+    ),
+    (
+        r"169\.254\.169\.254|(?i:credential)",
+        ConfigError,
+        "there are no credentials for {place}",
+        "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or add key= and secret= to the URL",
+    ),
+    (
+        "InvalidAccessKeyId|SignatureDoesNotMatch|InvalidToken|ExpiredToken"
+        "|AuthorizationHeaderMalformed",
+        Unreachable,
+        "the server of {place} does not accept these credentials ({text})",
+        "check key, secret and region",
+    ),
+    (
+        "PermanentRedirect|301 Moved",
+        Unreachable,
+        "{place} is in another region",
+        "add region= to the URL",
+    ),
+    (
+        "403 Forbidden|AccessDenied|401 Unauthorized",
+        Unreachable,
+        "{place} may not be used with these credentials",
+        "allow {rights} on it",
+    ),
+    (
+        "error sending request|kind: Connect",
+        Unreachable,
+        "the server of {place} cannot be reached",
+        "check endpoint= and region=, and that the server runs",
+    ),
+    ("", Unreachable, "{place} cannot be used: {text}", "check {setting}"),
 )
 
 
@@ -44,32 +78,9 @@ def refused(e: Exception, place: str, *, setting: str, rights: str) -> PenstockE
 
     `setting` is the option that holds the URL, `rights` are the permissions that are needed.
     """
-    text = str(e)
-    if "NoSuchBucket" in text:
-        return Unreachable(f"there is no {place}", hint=f"create the bucket, or correct {setting}")
-    if "169.254.169.254" in text or "credential" in text.lower():
-        return ConfigError(
-            f"there are no credentials for {place}",
-            hint="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
-            "or add key= and secret= to the URL",
-        )
-    if any(code in text for code in BAD_CREDENTIALS):
-        return Unreachable(
-            f"the server of {place} does not accept these credentials ({error_text(e)})",
-            hint="check key, secret and region",
-        )
-    if "PermanentRedirect" in text or "301 Moved" in text:
-        return Unreachable(f"{place} is in another region", hint="add region= to the URL")
-    if "403 Forbidden" in text or "AccessDenied" in text or "401 Unauthorized" in text:
-        return Unreachable(
-            f"{place} may not be used with these credentials", hint=f"allow {rights} on it"
-        )
-    if "error sending request" in text or "kind: Connect" in text:
-        return Unreachable(
-            f"the server of {place} cannot be reached",
-            hint="check endpoint= and region=, and that the server runs",
-        )
-    return Unreachable(f"{place} cannot be used: {error_text(e)}", hint=f"check {setting}")
+    facts = {"place": place, "setting": setting, "rights": rights, "text": error_text(e)}
+    kind, message, hint = next((k, m, h) for text, k, m, h in _ERRORS if re.search(text, str(e)))
+    return kind(message.format(**facts), hint=hint.format(**facts))
 
 
 OPTIONS = ("endpoint", "region", "key", "secret")

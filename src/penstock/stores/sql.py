@@ -35,31 +35,19 @@ class Tx(Protocol):
 
     def changes(self) -> int: ...
     def last_insert_rowid(self) -> int: ...
-    def cursor(self) -> Any: ...
 
 
 class SqlStore(Protocol):
     """A ports.Store whose transactions are SQL."""
 
-    @property
-    def path(self) -> str:
-        """The name of the store in messages. It contains no password."""
-
-    @property
-    def durability(self) -> str:
-        """`full`: commits survive a power cut. `process`: they survive a killed process."""
+    path: str  # the name of the store in messages, without a password
+    durability: str  # `full`: commits survive a power cut, `process`: a killed process
+    pipelined: bool  # True if each answer takes a round trip, so that batches are faster
+    rollbacks: int  # number of rollbacks so far. A cached row may be wrong after a rollback.
 
     @property
     def file(self) -> Path | None:
         """The store's file on this machine, or None for a server."""
-
-    @property
-    def pipelined(self) -> bool:
-        """True if each answer takes a round trip, so that sending statements together is faster."""
-
-    @property
-    def rollbacks(self) -> int:
-        """The number of rollbacks so far. A cached row may be wrong after a rollback."""
 
     def part(self, name: str, version: int, schema: str) -> None:
         """Create one adapter's tables, or check their version.
@@ -135,11 +123,15 @@ class SqlUnitOfWork:
         return self._store.moment(lambda sql: work(self._bind(sql)))
 
 
-class HolderTable:
-    """Holders of the fleet's locks, inside one transaction."""
+class SqlTable:
+    """Tables inside one transaction."""
 
     def __init__(self, tx: Tx) -> None:
         self._tx = tx
+
+
+class HolderTable(SqlTable):
+    """Holders of the fleet's locks, inside one transaction."""
 
     def holder(self, name: str) -> str | None:
         token: str | None = self._tx.execute("SELECT token FROM holder WHERE name=?", (name,)).get

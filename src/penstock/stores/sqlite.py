@@ -1,6 +1,6 @@
 """Store in one SQLite file: per process a writing connection with group commit, and a reading one.
 
-Also checks the file, its file system and the SQLite version before use.
+See `sqlite_connection` for the connections, and `sqlite_checks` for the checks before use.
 """
 
 from __future__ import annotations
@@ -8,12 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -21,80 +19,22 @@ import apsw
 
 from penstock.errors import StoreUnavailable, Unreachable
 from penstock.locks import FileLock
+from penstock.stores.group_commit import GroupCommitStore, Job, resolve, take
 from penstock.stores.sql import Tx
+from penstock.stores.sqlite_checks import refuse_network_file_system, single_writer_if_needed
+from penstock.stores.sqlite_connection import OUTAGE, connect, read_only
 
 T = TypeVar("T")
 
-# Each connection is used by one thread at a time, so it needs no mutexes. They cost a tenth of
-# SQLite's time.
-_ONE_THREAD = apsw.SQLITE_OPEN_NOMUTEX
-APPLICATION_ID = 0x50454E53  # "PENS"
-# First version without the WAL-reset bug. Versions 3.7.0 to 3.51.2 may corrupt a WAL that several
-# processes write and checkpoint.
-WAL_RESET_FIXED = (3, 51, 3)
-NETWORK_FILE_SYSTEMS = frozenset(
-    {
-        "nfs",
-        "nfs4",
-        "cifs",
-        "smb3",
-        "smbfs",
-        "9p",
-        "afs",
-        "ceph",
-        "glusterfs",
-        "lustre",
-        "fuse.sshfs",
-        "fuse.glusterfs",
-        "fuse.s3fs",
-    }
-)
 MAX_GROUP = 256  # jobs in one transaction
-LOCK_POLL_INTERVAL = (
-    0.001  # seconds between two attempts to get the write lock from another process
-)
+LOCK_POLL_INTERVAL = 0.001  # seconds between two attempts to get the write lock
 # Frames in the WAL at which a checkpoint runs. If a reader or writer kept the WAL from restarting,
 # the next checkpoint runs CHECKPOINT_RETRY_FRAMES later.
 CHECKPOINT_FRAMES, CHECKPOINT_RETRY_FRAMES = 8000, 1000
-CHECKPOINT_TIMEOUT_MS = (
-    1000  # milliseconds that such a repeated checkpoint waits for other processes
-)
-_OUTAGE = (
-    apsw.FullError,
-    apsw.IOError,
-    apsw.ReadOnlyError,
-    apsw.BusyError,
-    apsw.CantOpenError,
-    apsw.LockedError,
-    apsw.PermissionsError,
-    # Damage is an error of the store, not of the job that found it.
-    apsw.CorruptError,
-    apsw.NotADBError,
-    apsw.NoMemError,
-)
+CHECKPOINT_TIMEOUT_MS = 1000  # how long such a repeated checkpoint waits for other processes
 
 
-class _Connection(apsw.Connection):
-    """Implements stores.sql.Tx."""
-
-    def each(self, sql: str, rows: Sequence[Any], /) -> list[bool]:
-        """Return for each row whether the statement changed something.
-
-        `executemany` fetches the rows one by one. So the generator sees the number of changes
-        before each row.
-        """
-        counts: list[int] = []
-
-        def counted() -> Iterator[Any]:
-            for row in rows:
-                counts.append(self.total_changes())
-                yield row
-
-        self.executemany(sql, counted())
-        return [after > before for before, after in pairwise([*counts, self.total_changes()])]
-
-
-class Database:
+class Database(GroupCommitStore):
     """Implements ports.Store and stores.sql.SqlStore.
 
     `write` returns after COMMIT. Jobs that wait at the same time share one commit. `inline=True`
@@ -114,24 +54,20 @@ class Database:
         self.path, self.durability = path, durability
         self.inline = inline or path == ":memory:"
         self._single_writer: FileLock | None = None
-        if self.path != ":memory:":
-            _refuse_network_file_system(Path(path))
-            self._single_writer = _single_writer_if_needed(Path(path))
+        if self.file is not None:
+            refuse_network_file_system(self.file)
+            self._single_writer = single_writer_if_needed(self.file)
         self._busy_timeout = busy_seconds
         # Frames in the WAL after the last commit, and the number at which the next checkpoint runs.
         self._frames, self._checkpoint_at = 0, CHECKPOINT_FRAMES
-        self._writer = self._connect()
+        self._writer = connect(path, busy_seconds)
         self._writer.set_wal_hook(self._on_wal)
         self._reader: apsw.Connection | None = None
-        self._closed = False
-        self.rollbacks = (
-            0  # callers that cache rows compare it: a cached row may be wrong after a rollback
-        )
-        self._queue: deque[_Job] = deque()
+        self._queue: deque[Job[Any]] = deque()
         self._busy = False
         self._before_commit: list[Callable[[], object]] = []
         self._wal = -1  # file descriptor of the WAL, for fdatasync
-        self._unsynced: list[_Job] = []  # committed, but not synced yet
+        self._unsynced: list[Job[Any]] = []  # committed, but not synced yet
         self._syncing = False
         # True after a failed sync. The kernel reports the error once, and may drop the bytes.
         self._sync_failed = False
@@ -144,93 +80,28 @@ class Database:
 
     # -- opening -----------------------------------------------------------------------------------
 
-    def _connect(self) -> apsw.Connection:
-        until = time.monotonic() + self._busy_timeout
-        # The busy timeout does not apply while another process switches a new file to WAL mode or
-        # closes its last connection.
-        while True:
-            try:
-                return self._open()
-            except Unreachable as e:
-                if not isinstance(e.__cause__, apsw.BusyError) or time.monotonic() > until:
-                    raise
-            time.sleep(0.01)
-
-    def _open(self) -> apsw.Connection:
-        try:
-            if self.path != ":memory:":
-                Path(self.path).parent.mkdir(parents=True, exist_ok=True)
-            c = _Connection(
-                self.path, flags=apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE | _ONE_THREAD
-            )
-            c.set_busy_timeout(int(self._busy_timeout * 1000))
-            # Keys are not in order. So a commit changes about one page per row, and writes all of
-            # that page.
-            c.execute("PRAGMA page_size=4096")
-            # One statement reads one snapshot: another process may be creating the file now.
-            known, tables = c.execute(
-                "SELECT application_id, (SELECT count(*) FROM sqlite_master) "
-                "FROM pragma_application_id"
-            ).get
-            if known not in (0, APPLICATION_ID) or (known == 0 and tables):
-                raise Unreachable(
-                    f"{self.path} is an SQLite database, but not one of Penstock's",
-                    hint="set PENSTOCK_STATE or the store URL to another path",
-                )
-            # Some file systems do not support WAL mode.
-            self._in_wal = (
-                self.path != ":memory:" and c.execute("PRAGMA journal_mode=WAL").get == "wal"
-            )
-            # Only for a new file: the PRAGMA takes the write lock, and most processes only read.
-            if not known:
-                c.execute(f"PRAGMA application_id={APPLICATION_ID}")
-            c.execute("PRAGMA cache_size=-65536; PRAGMA temp_store=MEMORY")
-            c.execute(
-                f"PRAGMA synchronous={'NORMAL' if self._in_wal else 'FULL'}; "
-                "PRAGMA journal_size_limit=67108864"
-            ).fetchall()
-            # This PRAGMA returns a row, and APSW runs the statements behind it in the same string
-            # only after the row is read. So it has its own call.
-            c.execute("PRAGMA wal_autocheckpoint=0").fetchall()
-            c.execute(
-                "CREATE TABLE IF NOT EXISTS part"
-                "(name TEXT PRIMARY KEY, version INTEGER NOT NULL) WITHOUT ROWID"
-            )
-            return c
-        except (apsw.Error, OSError) as e:
-            raise Unreachable(
-                f"cannot open the store {self.path}: {e}",
-                hint="check that the directory exists, is writable and has free space. "
-                "If the file is damaged, restore a backup",
-            ) from e
-
     def part(self, name: str, version: int, schema: str) -> None:
         """As SqlStore.part."""
+        known, c = "SELECT version FROM part WHERE name=?", self._writer
         try:
-            found = self._writer.execute("SELECT version FROM part WHERE name=?", (name,)).get
+            found = c.execute(known, (name,)).get
             if found is None:
-                self._writer.execute("BEGIN IMMEDIATE")
-                if (
-                    self._writer.execute("SELECT version FROM part WHERE name=?", (name,)).get
-                    is None
-                ):
-                    self._writer.execute(schema)
-                    self._writer.execute("INSERT INTO part VALUES(?,?)", (name, version))
-                self._writer.execute("COMMIT")
-            elif found != version:
-                age = "a newer" if found > version else "an older"
-                raise Unreachable(
-                    f"{self.path}: its {name} tables have version {found}, "
-                    f"this Penstock knows {version}; they were written by {age} release",
-                    hint="run that release, "
-                    "or give this one a new state directory (PENSTOCK_STATE=…)",
-                )
+                c.execute("BEGIN IMMEDIATE")
+                found = c.execute(known, (name,)).get  # maybe created by another process just now
+                if found is None:
+                    c.execute(schema)
+                    c.execute("INSERT INTO part VALUES(?,?)", (name, version))
+                    found = version
+                c.execute("COMMIT")
         except apsw.Error as e:
-            if self._writer.in_transaction:
-                self._writer.execute("ROLLBACK")
+            if c.in_transaction:
+                c.execute("ROLLBACK")
             raise Unreachable(
                 f"cannot prepare the store {self.path}: {e}", hint="run `penstock doctor`"
             ) from e
+        self._refuse_other_version(
+            name, found, version, instead="a new state directory (PENSTOCK_STATE=…)"
+        )
 
     def lock(self, path: Path) -> FileLock:
         """As SqlStore.lock. A file lock suffices: all processes that share the file are local."""
@@ -239,28 +110,16 @@ class Database:
     def check(self) -> list[str]:
         """As SqlStore.check. Slow on large files: used by doctor, and by starts after a crash."""
         try:
-            c = (
-                apsw.Connection(self.path, flags=apsw.SQLITE_OPEN_READONLY)
-                if self.path != ":memory:"
-                else self._writer
-            )
+            c = self._writer if self.file is None else read_only(self.path, self._busy_timeout)
             try:
-                c.set_busy_timeout(int(self._busy_timeout * 1000))
-                lines = [
-                    line
-                    for row in c.execute("PRAGMA quick_check(10)")
-                    for line in str(row[0]).splitlines()
-                ]
-                return [
-                    line
-                    for line in lines
-                    if line != "ok" and not line.startswith("*** in database")
-                ]
+                rows = c.execute("PRAGMA quick_check(10)").fetchall()
             finally:
                 if c is not self._writer:
                     c.close()
         except apsw.Error as e:
             return [str(e)]
+        lines = [line for (text,) in rows for line in str(text).splitlines()]
+        return [line for line in lines if line != "ok" and not line.startswith("*** in database")]
 
     # -- writing -----------------------------------------------------------------------------------
 
@@ -275,44 +134,29 @@ class Database:
         is held during the sync, so other jobs can write. If the sync fails, the job raises
         StoreUnavailable, but its changes may have been stored.
         """
-        self._refuse_if_closed()
-        job = _Job(work, synced or (durable and self.durability == "full"))
-        if self.inline:
-            self._execute([job])
-        else:
-            loop = asyncio.get_running_loop()
-            job.future = loop.create_future()
-            self._queue.append(job)
-            if not self._busy:
-                self._busy = True
-                loop.call_soon(self._next, loop)
-            # A cancelled caller must not cancel the future: the job commits anyway.
-            await asyncio.shield(job.future)
-        result: T = job.outcome()
-        return result
+        job = self._job(work, durable=durable, synced=synced)
+        return await self._committed(job, self._execute, self._enqueue)
+
+    def _enqueue(self, job: Job[Any]) -> None:
+        self._queue.append(job)
+        if not self._busy:
+            self._busy = True
+            loop = job.future.get_loop()
+            loop.call_soon(self._next, loop)
 
     def write_now(self, work: Callable[[Tx], T], *, durable: bool = True) -> T:
         """As SqlStore.write_now."""
-        self._refuse_if_closed()
+        job = self._job(work, durable=durable)
         if self._busy:
             raise RuntimeError("write_now while the loop writes")
-        job = _Job(work, durable and self.durability == "full")
         self._execute([job])
-        result: T = job.outcome()
-        return result
-
-    def _refuse_if_closed(self) -> None:
-        if self._closed:
-            raise StoreUnavailable(
-                f"{self.path} is closed",
-                hint="open the store again: this process has closed it",
-            )
+        return job.outcome()
 
     def before_commit(self, work: Callable[[], object]) -> None:
         """As SqlStore.before_commit."""
         self._before_commit.append(work)
 
-    def _execute(self, group: Sequence[_Job]) -> None:
+    def _execute(self, group: Sequence[Job[Any]]) -> None:
         """Run a whole transaction, sync and checkpoint on the caller's thread."""
         self._begin(group)
         self._run(group)
@@ -330,25 +174,24 @@ class Database:
         """
         if self._closed:  # `close_now` has run the queued jobs
             return
-        sync_failed, error = self._sync_failed, None
-        until = until or time.monotonic() + self._busy_timeout
-        try:
-            if not sync_failed and not self._try_begin(until):
-                loop.call_later(LOCK_POLL_INTERVAL, self._next, loop, until)
-                return
-        except BaseException as e:
-            error = e
-        group = [self._queue.popleft() for _ in range(min(len(self._queue), MAX_GROUP))]
-        if sync_failed:
+        if self._sync_failed:
+            group = take(self._queue, MAX_GROUP)
             loop.run_in_executor(self._blocking_calls, self._begin, group).add_done_callback(
                 lambda _: self._run_and_commit(loop, group)
             )
             return
-        if error is not None:
-            self._fail(group, error)
+        until = until or time.monotonic() + self._busy_timeout
+        try:
+            if not self._try_begin(until):
+                loop.call_later(LOCK_POLL_INTERVAL, self._next, loop, until)
+                return
+            group = take(self._queue, MAX_GROUP)
+        except BaseException as e:
+            group = take(self._queue, MAX_GROUP)
+            self._fail(group, e)
         self._run_and_commit(loop, group)
 
-    def _run_and_commit(self, loop: asyncio.AbstractEventLoop, group: Sequence[_Job]) -> None:
+    def _run_and_commit(self, loop: asyncio.AbstractEventLoop, group: Sequence[Job[Any]]) -> None:
         self._run(group)
         if self._before_commit:
             loop.run_in_executor(self._blocking_calls, self._finish, group).add_done_callback(
@@ -358,9 +201,9 @@ class Database:
             self._finish(group)
             self._after_commit(loop, group)
 
-    def _after_commit(self, loop: asyncio.AbstractEventLoop, group: Sequence[_Job]) -> None:
+    def _after_commit(self, loop: asyncio.AbstractEventLoop, group: Sequence[Job[Any]]) -> None:
         if self._closed:  # `close_now` has waited for this commit, and synced it
-            _resolve(group)
+            resolve(group)
             return
         if self._frames >= self._checkpoint_at:
             loop.run_in_executor(self._blocking_calls, self._checkpoint).add_done_callback(
@@ -369,7 +212,7 @@ class Database:
         else:
             self._start_next(loop)
         self._unsynced += [job for job in group if job.durable and job.error is None]
-        _resolve([job for job in group if not job.durable or job.error is not None])
+        resolve([job for job in group if not job.durable or job.error is not None])
         self._start_sync(loop)
 
     def _start_next(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -386,18 +229,18 @@ class Database:
 
         def done(_: object) -> None:
             self._syncing = False
-            _resolve(jobs)
+            resolve(jobs)
             if not self._closed:
                 self._start_sync(loop)
 
         loop.run_in_executor(self._blocking_calls, self._sync, jobs).add_done_callback(done)
 
-    def _sync(self, jobs: Sequence[_Job]) -> None:
+    def _sync(self, jobs: Sequence[Job[Any]]) -> None:
         """Sync the WAL as a COMMIT with synchronous=FULL does, but without the write lock.
 
         Frames that a checkpoint has moved out of the WAL were synced by the checkpoint.
         """
-        if not self._in_wal:  # without a WAL, COMMIT itself has synced
+        if not self._writer.in_wal:  # without a WAL, COMMIT itself has synced
             return
         try:
             if self._wal < 0:
@@ -430,7 +273,7 @@ class Database:
     # The three steps of a transaction. An outage in any step fails the whole group, and then no
     # change is written.
 
-    def _begin(self, group: Sequence[_Job]) -> None:
+    def _begin(self, group: Sequence[Job[Any]]) -> None:
         """Get the write lock. Blocks while another process writes."""
         until = time.monotonic() + self._busy_timeout
         try:
@@ -457,30 +300,15 @@ class Database:
             return False
         return True
 
-    def _run(self, group: Sequence[_Job]) -> None:
-        """Run the jobs. A failing job is rolled back alone."""
-        c = self._writer
-        alone = len(group) == 1
+    def _run(self, group: Sequence[Job[Any]]) -> None:
+        if group[0].error is not None:
+            return  # BEGIN failed, so all jobs have failed
         try:
-            for job in group:
-                if job.error is not None:
-                    return  # BEGIN failed, so all jobs have failed
-                if not alone:
-                    c.execute("SAVEPOINT job")
-                try:
-                    job.result = job.work(cast(Tx, c))
-                except _OUTAGE:
-                    raise
-                except BaseException as e:
-                    job.error = e
-                    self.rollbacks += 1
-                    c.execute("ROLLBACK" if alone else "ROLLBACK TO job")
-                if not alone:
-                    c.execute("RELEASE job")
+            self.run_jobs(cast(Tx, self._writer), group, OUTAGE)
         except BaseException as e:
             self._fail(group, e)
 
-    def _finish(self, group: Sequence[_Job]) -> None:
+    def _finish(self, group: Sequence[Job[Any]]) -> None:
         before, self._before_commit = self._before_commit, []
         try:
             if self._writer.in_transaction:
@@ -490,7 +318,7 @@ class Database:
         except BaseException as e:
             self._fail(group, e)
 
-    def _fail(self, group: Sequence[_Job], e: BaseException) -> None:
+    def _fail(self, group: Sequence[Job[Any]], e: BaseException) -> None:
         with contextlib.suppress(apsw.Error):
             if self._writer.in_transaction:
                 self._writer.execute("ROLLBACK")
@@ -533,12 +361,11 @@ class Database:
         if self.inline:
             return work(cast(Tx, self._writer))
         if self._reader is None:
-            self._reader = apsw.Connection(self.path, flags=apsw.SQLITE_OPEN_READONLY | _ONE_THREAD)
-            self._reader.set_busy_timeout(int(self._busy_timeout * 1000))
+            self._reader = read_only(self.path, self._busy_timeout)
             self._reader.execute("PRAGMA cache_size=-16384")
         try:
             return work(cast(Tx, self._reader))
-        except _OUTAGE as e:
+        except OUTAGE as e:
             raise StoreUnavailable(
                 f"{self.path} cannot be read: {e}", hint="run `penstock doctor`"
             ) from e
@@ -552,9 +379,6 @@ class Database:
 
         return self.read_now(in_transaction)
 
-    async def close(self) -> None:
-        self.close_now()
-
     def close_now(self) -> None:
         if self._closed:
             return
@@ -563,10 +387,10 @@ class Database:
         while self._queue:  # jobs that were accepted before the close
             job = self._queue.popleft()
             self._execute([job])
-            _resolve([job])
+            resolve([job])
         if self._busy or self._unsynced:
             self._sync(self._unsynced)
-            _resolve(self._unsynced)
+            resolve(self._unsynced)
         if self._reader is not None:
             self._reader.close()
         self._writer.close()
@@ -575,84 +399,3 @@ class Database:
             self._wal = -1
         if self._single_writer is not None:
             self._single_writer.release()
-
-
-class _Job:
-    """One `work(tx)`, with its result or error."""
-
-    __slots__ = ("durable", "error", "future", "result", "work")
-
-    def __init__(self, work: Callable[[Tx], Any], durable: bool) -> None:
-        self.work, self.durable = work, durable
-        self.future: asyncio.Future[None] | None = None
-        self.result: Any = None
-        self.error: BaseException | None = None
-
-    def outcome(self) -> Any:
-        if self.error is not None:
-            raise self.error
-        return self.result
-
-
-def _resolve(jobs: Sequence[_Job]) -> None:
-    for job in jobs:
-        if (
-            job.future is not None
-            and not job.future.done()
-            and not job.future.get_loop().is_closed()
-        ):
-            job.future.set_result(None)
-
-
-def file_system_of(path: Path, mountinfo: str = "/proc/self/mountinfo") -> str:
-    """Return the type of the file system of `path`, or "" if it cannot be determined."""
-    try:
-        real = os.path.realpath(path)
-        best, kind = "", ""
-        with open(mountinfo, encoding="utf-8", errors="replace") as f:
-            for line in f:
-                left, _, right = line.partition(" - ")
-                # Space, tab, newline and backslash are written as octal escapes.
-                point = re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), left.split()[4])
-                if (real == point or real.startswith(point.rstrip("/") + "/")) and len(
-                    point
-                ) >= len(best):
-                    best, kind = point, right.split()[0]
-        return kind
-    except (OSError, IndexError, UnicodeError):
-        return ""
-
-
-def _refuse_network_file_system(path: Path) -> None:
-    kind = file_system_of(path)
-    if kind in NETWORK_FILE_SYSTEMS:
-        raise Unreachable(
-            f"{path} is on a network file system ({kind}), where SQLite's locks are not reliable",
-            hint="put the state on a local disk (PENSTOCK_STATE=/var/lib/penstock)",
-        )
-
-
-def sqlite_version() -> tuple[int, ...]:
-    return tuple(int(x) for x in apsw.sqlite_lib_version().split("."))
-
-
-def has_wal_reset_bug(version: tuple[int, ...]) -> bool:
-    return (3, 7, 0) <= version < WAL_RESET_FIXED
-
-
-def _single_writer_if_needed(path: Path) -> FileLock | None:
-    """Lock the file for one process if SQLite has the WAL-reset bug, and return the lock.
-
-    With one writing process, the bug has no effect.
-    """
-    if not has_wal_reset_bug(sqlite_version()):
-        return None
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(path.with_name(path.name + ".single"))
-    if not lock.try_acquire():
-        raise Unreachable(
-            f"SQLite {apsw.sqlite_lib_version()} has the WAL-reset bug, "
-            f"so only one process may write {path}, and another process does",
-            hint="run: pip install --upgrade apsw (3.51.3 or newer), or stop the other process",
-        )
-    return lock

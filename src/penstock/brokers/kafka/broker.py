@@ -45,18 +45,7 @@ from penstock.stores.context import Context
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-CAPS = Capabilities(
-    order_per_key="native",
-    strict_priority="none",
-    delay="emulated",
-    replay=True,
-    bounded=False,
-    counts_deliveries=False,
-    hold_keys=False,
-    exact_stats=False,
-    transactional=False,
-    lease="connection",
-)
+CAPS = Capabilities(order_per_key="native", delay="emulated", replay=True, lease="connection")
 _ENVELOPE_BYTES = 65536  # bytes reserved for the headers, key and framing of a message
 
 

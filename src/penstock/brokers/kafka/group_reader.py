@@ -16,13 +16,7 @@ from confluent_kafka import KafkaError
 
 from penstock.brokers.kafka.commits import CommitRequest, Commits
 from penstock.brokers.kafka.consumer import GroupConsumer
-from penstock.brokers.kafka.entries import (
-    MESSAGE_OVERHEAD,
-    Backlog,
-    BufferedMessage,
-    Partition,
-    Run,
-)
+from penstock.brokers.kafka.entries import MESSAGE_OVERHEAD, BufferedMessage, Partition, Run
 from penstock.brokers.kafka.message import dead_letter, retry
 from penstock.brokers.kafka.producer import BatchProducer, Message
 from penstock.brokers.kafka.topics import Layout, TopicAndPartition
@@ -30,6 +24,7 @@ from penstock.brokers.kafka.url import Settings, unavailable_error
 from penstock.errors import StoreUnavailable
 from penstock.model import Ack, Dead, Outcome, Retry
 from penstock.ports import Clock, Delivery, Published
+from penstock.rules.handout import Backlog
 
 # After this many messages arrived together, a receive call with a partial batch waits this long
 # for more. Every batch costs a commit.
@@ -62,7 +57,7 @@ class GroupReader:
         self.settings, self.plan, self.group, self.clock = settings, plan, group, clock
         self._producer = producer
         self._retention = retention  # server-side name -> seconds
-        self.backlog = Backlog(ordered=plan.ordered)
+        self.backlog: Backlog[BufferedMessage] = Backlog(ordered=plan.ordered)
         self.partitions: dict[TopicAndPartition, Partition] = {}
         self.handed_out: dict[int, BufferedMessage] = {}  # position -> unsettled delivery
         self._warned: set[TopicAndPartition] = set()  # partitions with a logged retention alarm

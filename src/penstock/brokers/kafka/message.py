@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from confluent_kafka import KafkaError
 
+from penstock.brokers.dead_copies import dead_headers
 from penstock.brokers.kafka.entries import MESSAGE_OVERHEAD, BufferedMessage, Partition, Run
 from penstock.brokers.kafka.producer import Message
 from penstock.brokers.kafka.topics import NORMAL, TopicAndPartition
@@ -58,8 +59,7 @@ def retry(topic: str, d: Delivery, not_before: float) -> Message:
 
 
 def dead_letter(topic: str, d: Delivery, reason: str) -> Message:
-    headers = {**d.headers, "penstock-reason": reason, "penstock-position": str(d.position)}
-    return compose(topic, msgspec.structs.replace(d, headers=headers))
+    return compose(topic, msgspec.structs.replace(d, headers=dead_headers(d, reason)))
 
 
 def read_runs(

@@ -1,5 +1,5 @@
 """PostgreSQL as a broker."""
 
-from penstock.brokers.postgres.queue import open_broker
+from penstock.brokers.postgres.broker import open_broker
 
 __all__ = ["open_broker"]

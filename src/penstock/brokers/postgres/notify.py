@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import time
 import zlib
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import psycopg
 
@@ -28,25 +27,21 @@ class Listener:
     loop's thread.
     """
 
-    def __init__(self, db: PostgresStore) -> None:
-        self._db = db
+    def __init__(
+        self,
+        db: PostgresStore,
+        topics: Iterable[str],
+        wake: Callable[[Iterable[str]], None],
+    ) -> None:
+        """`wake` wakes the receivers of this process. `topics` are those with receivers."""
+        self._db, self._topics, self._wake = db, topics, wake
         self.channel = f"penstock_{zlib.crc32(db.namespace.encode()):08x}"
-        self._waiters: dict[str, list[asyncio.Event]] = defaultdict(list)
         self._deferred: set[str] = set()
         self._last_notified = 0.0
         self._task: asyncio.Task[None] | None = None
         self._sending: asyncio.Task[None] | None = None
 
     # -- waiting -----------------------------------------------------------------------------------
-
-    def waiter(self, topic: str) -> asyncio.Event:
-        event = asyncio.Event()
-        self._waiters[topic].append(event)
-        return event
-
-    def remove_waiter(self, topic: str, event: asyncio.Event) -> None:
-        """Remove a waiter. Raises ValueError if it was removed before."""
-        self._waiters[topic].remove(event)
 
     def start(self) -> None:
         """Start listening, if this process does not listen yet. Called before a receiver waits."""
@@ -61,15 +56,10 @@ class Listener:
                 ) as connection:
                     await connection.execute(f"LISTEN {self.channel}")
                     # Notifications sent before LISTEN were missed.
-                    self._set(list(self._waiters))
+                    self._wake(list(self._topics))
                     async for notification in connection.notifies():
-                        self._set([notification.payload])
+                        self._wake([notification.payload])
             await asyncio.sleep(RECONNECT_DELAY)
-
-    def _set(self, topics: Iterable[str]) -> None:
-        for topic in topics:
-            for event in self._waiters.get(topic, ()):
-                event.set()
 
     # -- notifying ---------------------------------------------------------------------------------
 
@@ -81,16 +71,13 @@ class Listener:
         if time.monotonic() < self._last_notified + NOTIFY_INTERVAL:
             self.defer_notification(topics)
             return
-        self._last_notified = time.monotonic()
-        for topic in topics:
-            tx.execute("SELECT pg_notify(?, ?)", (self.channel, topic))
+        self._notify(tx, topics)
 
     def defer_notification(self, topics: Iterable[str]) -> None:
         self._deferred.update(topics)
 
-    def wake(self, topics: Iterable[str]) -> None:
-        """Wake the receivers of this process after a commit, and send deferred notifications."""
-        self._set(set(topics))
+    def send_deferred(self) -> None:
+        """Send deferred notifications after a short time."""
         if (
             self._deferred
             and not self._db.inline

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 
 from penstock.brokers.postgres import statements as sql
-from penstock.brokers.sql import Group, SqlQueue
+from penstock.brokers.sql import BoundSqlQueue
 from penstock.stores.postgres.arrays import texts
-from penstock.stores.postgres.store import PostgresStore
-from penstock.stores.sql import Tx
 
 
-class Figures(SqlQueue):
-    """Read-only half of the broker. Methods that end in `_in` run in the caller's transaction."""
+class PostgresReports(BoundSqlQueue):
+    """The reports of the queue in one transaction."""
 
-    db: PostgresStore
-
-    @abstractmethod
-    def _group(self, tx: Tx, topic: str, group: str) -> Group: ...
-
-    def _figures(self, tx: Tx, topic: str, group: str) -> tuple[int, int, int, float | None]:
-        ready, leased, delayed = tx.execute(
+    def _figures(self, topic: str, group: str) -> tuple[int, int, int, float | None]:
+        ready, leased, delayed = self.tx.execute(
             f"SELECT {sql.SUMS} FROM topic t JOIN grp g ON g.topic=t.id JOIN keyq k ON k.grp=g.id"
             f" WHERE t.name=? AND g.name=?",
             (topic, group),
         ).get
-        oldest = tx.execute(
+        oldest = self.tx.execute(
             "SELECT m.at FROM topic t JOIN grp g ON g.topic=t.id JOIN LATERAL (SELECT seq"
             " FROM queue WHERE grp=g.id ORDER BY seq LIMIT 1) q ON true"
             " JOIN message m ON m.seq=q.seq WHERE t.name=? AND g.name=?",
@@ -35,9 +27,9 @@ class Figures(SqlQueue):
         return ready, leased, delayed, oldest
 
     def _waiting(
-        self, tx: Tx, topic: str, limit: int
+        self, topic: str, limit: int
     ) -> Iterable[tuple[str, str, bytes, str | None, int, float]]:
-        return tx.execute(
+        return self.tx.execute(
             "SELECT m.id, m.key, m.body, m.headers, m.prio, coalesce((SELECT min(q.at) FROM grp g"
             " JOIN queue q ON q.grp=g.id AND q.seq=m.seq"
             " WHERE g.topic=t.id AND q.state=2), 0.0) FROM topic t JOIN message m ON m.topic=t.id"
@@ -49,9 +41,8 @@ class Figures(SqlQueue):
             (topic, limit),
         )
 
-    def depths_in(
+    def depths(
         self,
-        tx: Tx,
         topic: str,
         group: str,
         keys: Sequence[str] | None = None,
@@ -59,21 +50,21 @@ class Figures(SqlQueue):
         limit: int = 1000,
     ) -> dict[str, int]:
         """Return the number of ready messages by key: of `keys`, or of the `limit` deepest keys."""
-        g = self._group(tx, topic, group)
+        g = self.group(topic, group)
         if keys is None:
             most = (
                 "SELECT key, sum(ready)::bigint AS n FROM keyq WHERE grp=? AND ready>0"
                 " GROUP BY key ORDER BY n DESC, key LIMIT ?"
             )
-            return dict(tx.execute(most, (g.id, limit)).fetchall())
+            return dict(self.tx.execute(most, (g.id, limit)).fetchall())
         query = (
             "SELECT key, sum(ready)::bigint FROM keyq WHERE grp=? AND prio BETWEEN 0 AND 2"
             " AND key=ANY(?::text[]) GROUP BY key"
         )
-        found: dict[str, int] = dict(tx.execute(query, (g.id, texts(keys))).fetchall())
+        found: dict[str, int] = dict(self.tx.execute(query, (g.id, texts(keys))).fetchall())
         return {key: found.get(key, 0) for key in keys}
 
-    def running_in(self, tx: Tx, limit: int) -> dict[str, int]:
+    def leases_by_worker(self, limit: int) -> dict[str, int]:
         """Return how many deliveries each worker holds. Reads at most `limit` leases of a group.
 
         A group never has more leases than the sum of the fleet's prefetch windows.
@@ -82,22 +73,14 @@ class Figures(SqlQueue):
             "SELECT owner, count(*) FROM grp g JOIN LATERAL (SELECT owner FROM queue"
             " WHERE grp=g.id AND state=1 LIMIT ?) q ON true GROUP BY owner"
         )
-        return dict(tx.execute(held, (limit,)).fetchall())
+        return dict(self.tx.execute(held, (limit,)).fetchall())
 
-    def leased_in(self, tx: Tx, limit: int) -> list[str]:
-        """Return the ids of leased messages."""
-        leased = (
-            "SELECT m.id FROM queue q JOIN message m ON m.seq=q.seq WHERE q.state=1"
-            " AND q.grp IN (SELECT id FROM grp) LIMIT ?"
-        )
-        return [id_ for (id_,) in tx.execute(leased, (limit,))]
-
-    def oldest_in(self, tx: Tx, limit: int) -> float | None:
+    def oldest(self, limit: int) -> float | None:
         """Return when the oldest message that is ready or leased was published.
 
         If the first `limit` messages are all delayed, use the oldest of them.
         """
-        found: float | None = tx.execute(
+        found: float | None = self.tx.execute(
             "SELECT min(m.at) FROM grp g JOIN LATERAL (SELECT coalesce(min(seq) FILTER (WHERE"
             " state<>2), min(seq)) AS seq FROM"
             " (SELECT seq, state FROM queue WHERE grp=g.id ORDER BY seq LIMIT ?) s) o ON true"
@@ -108,8 +91,8 @@ class Figures(SqlQueue):
         ).get
         return found
 
-    def _noted(self, tx: Tx) -> Iterable[tuple[str, str, int, int, int, int]]:
-        return tx.execute(
+    def _noted(self) -> Iterable[tuple[str, str, int, int, int, int]]:
+        return self.tx.execute(
             f"SELECT t.name, g.name, g.id, {sql.SUMS} FROM topic t"
             f" JOIN grp g ON g.topic=t.id LEFT JOIN keyq k ON k.grp=g.id"
             " GROUP BY t.name, g.name, g.id ORDER BY t.name, g.name"

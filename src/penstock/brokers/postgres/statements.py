@@ -16,12 +16,6 @@ change while they are locked. A row version that is newer than the statement is 
 
 from __future__ import annotations
 
-READY, LEASED, DELAYED = 0, 1, 2
-# Ordered topics use one priority class. With several, a message could overtake an earlier message
-# of its key.
-ORDERED_CLASS = 1
-NEVER = 1e18  # `next_at` of an ordered key while one of its messages is leased
-
 # Deleted rows slow down the search for the first row. So a queue is vacuumed after a fixed number
 # of deletions, not after a share of its size.
 _VACUUM = (

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from aiormq import exceptions as amqp
 from aiormq.channel import Channel
 
+from penstock.brokers.dead_copies import DEAD
 from penstock.brokers.rabbitmq.connection import RESPONSE_TIMEOUT, Address, Connection, read_address
 from penstock.brokers.rabbitmq.message import AT, COUNT, DUE, KEY, HeldMessage, number, read_message
 from penstock.brokers.rabbitmq.publisher import OutgoingMessage, Publisher, declare_exchange
 from penstock.brokers.rabbitmq.subscription import RabbitSubscription
 from penstock.brokers.rabbitmq.topology import (
-    DEAD,
     LEVELS,
     NORMAL,
     Names,
@@ -30,20 +30,12 @@ from penstock.errors import ConfigError, StoreUnavailable, Unreachable
 from penstock.ports import Capabilities, Clock, Out, Published, Stats, Subscription, TopicSpec
 from penstock.stores.context import Context
 
-CAPS = Capabilities(
-    # Returned and retried messages are overtaken, and several workers may have messages of a key.
-    order_per_key="none",
-    strict_priority="none",
-    delay="emulated",
-    replay=False,  # acked messages are deleted
-    # The limit of a queue does not count deliveries in flight, so `full` is not exact.
-    bounded=False,
-    counts_deliveries=True,
-    hold_keys=False,
-    exact_stats=False,
-    transactional=False,
-    lease="connection",
-)
+# Missing features:
+# - `order_per_key`: returned and retried messages are overtaken, and several workers may have
+#   messages of a key.
+# - `replay`: acked messages are deleted.
+# - `bounded`: the limit of a queue does not count deliveries in flight, so `full` is not exact.
+CAPS = Capabilities(delay="emulated", counts_deliveries=True, lease="connection")
 MAX_PEEKED = 10_000  # messages whose returns by `peek` are counted
 
 
@@ -55,6 +47,7 @@ class RabbitBroker:
     def __init__(self, address: Address, namespace: str, clock: Clock, *, worker: str = "") -> None:
         self.clock, self.names = clock, Names(namespace)
         self.publishing = Connection(address, f"{worker or 'penstock'} publishes")
+        # also for single requests, because the publishing connection may be blocked
         self.consuming = Connection(address, f"{worker or 'penstock'} consumes")
         self.publisher = Publisher(self.publishing, self.names)
         self.subscriptions: set[RabbitSubscription] = set()
@@ -101,25 +94,30 @@ class RabbitBroker:
             self._with_delay_queues.discard(name)
 
     async def _declare(self, spec: TopicSpec) -> list[str]:
-        drift: list[str] = []
         async with self._declaring:
-            channel = await self._channel()
-            with self.consuming.outage():
-                for name in self.names.exchanges:
-                    await declare_exchange(channel, name)
             queues = [*self.names.work_queues(spec)]
             if not spec.name.endswith(DEAD):
                 queues += self.names.delay_queues(spec.name)
                 if "main" not in self._groups.get(spec.name + DEAD, {}):
                     queues += self.names.work_queues(TopicSpec(name=spec.name + DEAD))
                     self._groups.setdefault(spec.name + DEAD, {})["main"] = None
-            for queue in queues:
-                channel = await self._declare_queue(channel, queue, drift)
-            await self._close_channel(channel)
+            drift = await self._declare_queues(queues)
             self._groups.setdefault(spec.name, {}).update(dict.fromkeys(spec.groups))
             self._specs[spec.name] = spec
             if not spec.name.endswith(DEAD):
                 self._with_delay_queues.add(spec.name)
+        return drift
+
+    async def _declare_queues(self, queues: Iterable[Queue]) -> list[str]:
+        """Declare the exchanges and these queues. Return a sentence for each different queue."""
+        drift: list[str] = []
+        channel = await self.consuming.channel()
+        with self.consuming.outage():
+            for name in self.names.exchanges:
+                await declare_exchange(channel, name)
+        for queue in queues:
+            channel = await self._declare_queue(channel, queue, drift)
+        await self._close_channel(channel)
         return drift
 
     async def _declare_queue(self, channel: Channel, queue: Queue, drift: list[str]) -> Channel:
@@ -135,7 +133,7 @@ class RabbitBroker:
                     )
                 except amqp.ChannelPreconditionFailed as e:
                     drift.append(_drift(queue.name, str(e.args[0] if e.args else e)))
-                    channel = await self._channel()
+                    channel = await self.consuming.channel()
                 except amqp.ChannelAccessRefused as e:
                     raise Unreachable(
                         f"the user {self.consuming.address.user!r} may not declare"
@@ -146,13 +144,6 @@ class RabbitBroker:
                 for exchange, pattern in queue.bindings:
                     await channel.queue_bind(queue.name, exchange, pattern)
         return channel
-
-    async def _channel(self) -> Channel:
-        """Open a channel for single requests.
-
-        It uses the consuming connection, because the publishing connection may be blocked.
-        """
-        return await self.consuming.channel()
 
     async def _close_channel(self, channel: Channel) -> None:
         with self.consuming.outage():
@@ -171,14 +162,7 @@ class RabbitBroker:
 
     async def _declare_delay_queues(self, topic: str) -> None:
         async with self._declaring:
-            channel = await self._channel()
-            drift: list[str] = []
-            with self.consuming.outage():
-                for name in self.names.exchanges:
-                    await declare_exchange(channel, name)
-            for queue in self.names.delay_queues(topic):
-                channel = await self._declare_queue(channel, queue, drift)
-            await self._close_channel(channel)
+            await self._declare_queues(self.names.delay_queues(topic))
             self._with_delay_queues.add(topic)
 
     def outgoing(
@@ -266,7 +250,7 @@ class RabbitBroker:
         channel: Channel | None = None
         for name in queues:
             if channel is None:
-                channel = await self._channel()
+                channel = await self.consuming.channel()
             with self.consuming.outage():
                 async with asyncio.timeout(RESPONSE_TIMEOUT):
                     try:
@@ -287,7 +271,7 @@ class RabbitBroker:
         """
         group = next(iter(self._groups.get(topic, {"main": None})))
         seen: list[HeldMessage] = []
-        channel = await self._channel()
+        channel = await self.consuming.channel()
         with self.consuming.outage():
             async with asyncio.timeout(RESPONSE_TIMEOUT):
                 for priority in priority_classes(topic):
@@ -341,7 +325,7 @@ class RabbitBroker:
     async def _purge_queues(self, queues: Sequence[str]) -> int:
         removed = 0
         for name in queues:
-            channel = await self._channel()
+            channel = await self.consuming.channel()
             with self.consuming.outage():
                 async with asyncio.timeout(RESPONSE_TIMEOUT):
                     try:

@@ -9,6 +9,8 @@ import msgspec
 from aiormq.abc import DeliveredMessage
 from pamqp.commands import Basic
 
+from penstock.brokers.dead_copies import REASON
+
 # Penstock's own headers. They are hidden from the readers of a topic.
 KEY, AT, DUE, COUNT = "x-penstock-key", "x-penstock-at", "x-penstock-due", "x-penstock-count"
 DELIVERY_COUNT = "x-delivery-count"
@@ -52,8 +54,8 @@ def read_message(message: DeliveredMessage, priority: int) -> HeldMessage:
         for name, value in raw.items()
         if name not in HIDDEN and not name.startswith(DEATHS)
     }
-    if raw.get("x-first-death-reason") == "delivery_limit" and "penstock-reason" not in headers:
-        headers["penstock-reason"] = "the server gave it up: handed out too often without an end"
+    if raw.get("x-first-death-reason") == "delivery_limit" and REASON not in headers:
+        headers[REASON] = "the server gave it up: handed out too often without an end"
     delivery = message.delivery
     assert isinstance(delivery, Basic.Deliver | Basic.GetOk)
     routing = delivery.routing_key or ""

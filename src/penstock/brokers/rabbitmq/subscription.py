@@ -7,23 +7,25 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections import OrderedDict, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from aiormq import exceptions as amqp
-from aiormq.abc import DeliveredMessage
-from aiormq.channel import Channel
 
-from penstock.brokers.rabbitmq.connection import CONNECTION_ERRORS, RESPONSE_TIMEOUT, Connection
-from penstock.brokers.rabbitmq.message import HeldMessage, read_message
-from penstock.brokers.rabbitmq.publisher import OutgoingMessage, Publisher
-from penstock.brokers.rabbitmq.topology import CLASSES, DEAD, Names, level_for, priority_classes
+from penstock.brokers.dead_copies import dead_copy
+from penstock.brokers.rabbitmq.connection import CONNECTION_ERRORS, RESPONSE_TIMEOUT
+from penstock.brokers.rabbitmq.consumer import ConsumerChannel
+from penstock.brokers.rabbitmq.message import HeldMessage
+from penstock.brokers.rabbitmq.publisher import OutgoingMessage
+from penstock.brokers.rabbitmq.topology import level_for, priority_classes
 from penstock.errors import StoreUnavailable
 from penstock.model import Ack, Dead, Outcome, Release, Retry
-from penstock.ports import Clock, Delivery, Out, Published
-from penstock.rules.priority import TURNS
+from penstock.ports import Delivery, Out, Published
+from penstock.rules.handout import Backlog
+
+if TYPE_CHECKING:
+    from penstock.brokers.rabbitmq.broker import RabbitBroker
 
 # Messages of a priority class that are prefetched beyond the requested number, so that a key with
 # many messages does not hide the other keys.
@@ -35,27 +37,7 @@ PREFETCH_HOLD = 0.2
 MAX_PREFETCH_HOLD = 30.0  # seconds, if the queues have no other consumers
 BURST_GAP = 0.003  # seconds without an arrival after which a burst has ended
 BURST_WAIT = 0.2  # longest wait for the end of a burst, in seconds
-MAX_PREFETCH = 65535  # limit of the protocol
 REPUBLISH_INTERVAL = 1.0  # seconds
-
-
-class ParentBroker(Protocol):
-    """Attributes and methods of the broker that a subscription uses."""
-
-    consuming: Connection
-    publisher: Publisher
-    names: Names
-    clock: Clock
-    peeked: dict[tuple[str, str], int]
-    subscriptions: set[RabbitSubscription]
-
-    def outgoing(
-        self, m: Out, *, group: str | None = None, count: int = 0, at: str = ""
-    ) -> OutgoingMessage: ...
-
-    async def ensure_declared(self, topic: str, group: str) -> None: ...
-
-    def forget_declared(self, topic: str) -> None: ...
 
 
 class RabbitSubscription:
@@ -64,7 +46,7 @@ class RabbitSubscription:
     A lease lasts as long as the channel of its delivery. `token` identifies that channel.
     """
 
-    def __init__(self, broker: ParentBroker, topic: str, group: str, owner: str) -> None:
+    def __init__(self, broker: RabbitBroker, topic: str, group: str, owner: str) -> None:
         self.broker, self.topic, self.group, self.owner = broker, topic, group, owner
         self.priority_classes = priority_classes(topic)
         self._consumers_lock = asyncio.Lock()  # held while consumers are added or cancelled
@@ -72,48 +54,29 @@ class RabbitSubscription:
         self._receivers_waiting = 0
         self._last_receive_end = 0.0
         self._prefetch_ahead = PREFETCH_AHEAD
-        self._class_index = 0
+        self._backlog: Backlog[HeldMessage] = Backlog()  # prefetched messages
         self._prefetch_hold = PREFETCH_HOLD
         self._idle_timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._consumer_added = False
+        self._channel: ConsumerChannel | None = None
         self._reset()
 
     def _reset(self) -> None:
-        """Reset the state of the channel. The server redelivers all its unsettled messages."""
-        self._epoch = secrets.randbits(30) + 1
-        self._channel: Channel | None = None
-        # priority class -> (consumer tag, prefetch count)
-        self._consumers: dict[int, list[tuple[str, int]]] = {
-            priority: [] for priority in self.priority_classes
-        }
-        self._ready: dict[int, OrderedDict[str, deque[HeldMessage]]] = {
-            priority: OrderedDict() for priority in self.priority_classes
-        }
-        self._buffered = 0
-        self._bytes = 0
-        # delivery tag -> message that is due within a short time
-        self._delayed: dict[int, tuple[HeldMessage, asyncio.TimerHandle]] = {}
+        """Forget the messages of a closed channel. The server redelivers them."""
+        self._drop_prefetched()
         self._handed_out: dict[int, HeldMessage] = {}  # position -> unsettled delivery
         # priority class -> number of unsettled deliveries
         self._handed_out_count = dict.fromkeys(self.priority_classes, 0)
-        # delivery tags of all unsettled messages of the channel, in the order of arrival
-        self._unsettled_tags: dict[int, None] = {}
-        self._changed = asyncio.Event()
-        self._consumer_added = False
-        self._acks_sent = self._acks_confirmed = 0
-        self._qos_lock = asyncio.Lock()
 
     @property
     def alive(self) -> bool:
-        return (
-            self._channel is not None
-            and not self._channel.is_closed
-            and self.broker.consuming.is_open
-        )
+        return self._channel is not None and self._channel.alive
 
     @property
     def buffered(self) -> int:
-        return self._buffered + len(self._delayed)
+        return sum(1 for _ in self._backlog)
 
     @property
     def in_flight(self) -> int:
@@ -133,18 +96,22 @@ class RabbitSubscription:
             while True:
                 await self._open(limit)
                 self._changed.clear()
-                if self._buffered and (self._consumer_added or self._buffered < limit):
+                if self._backlog.ready and (self._consumer_added or self._backlog.ready < limit):
                     await self._wait_for_burst(limit)
-                if not self.alive:
+                channel = self._channel
+                if channel is None or not channel.alive:
                     raise StoreUnavailable(
                         f"the connection to RabbitMQ at {self.broker.consuming.address.host_port}"
                         " was lost"
                     )
-                if got := self._take(limit, per_key or limit):
+                if got := self._take(channel.epoch, limit, per_key or limit):
                     return got
                 left = until - loop.time()
                 if left <= 0:
                     return []
+                due = self._backlog.next_due()
+                if due is not None:
+                    left = min(left, max(0.0, due - self.broker.clock.now()))
                 try:
                     async with asyncio.timeout(left):
                         await self._changed.wait()
@@ -159,182 +126,118 @@ class RabbitSubscription:
         loop = asyncio.get_running_loop()
         until, seen = loop.time() + (BURST_WAIT if self._consumer_added else BURST_GAP), -1
         while (
-            self._buffered != seen
-            and (self._consumer_added or self._buffered < limit)
+            self._backlog.ready != seen
+            and (self._consumer_added or self._backlog.ready < limit)
             and loop.time() < until
         ):
-            seen = self._buffered
+            seen = self._backlog.ready
             await asyncio.sleep(BURST_GAP)
         self._consumer_added = False
 
     async def _open(self, limit: int) -> None:
         """Add consumers until the server may send `limit` messages and some more in advance."""
-        if self.alive and all(
-            self._wanted_prefetch(priority, limit) <= self._granted_prefetch(priority)
-            for priority in self.priority_classes
-        ):
+        channel = self._channel
+        if channel is not None and channel.alive and not self._missing_prefetch(channel, limit):
             return
         async with self._consumers_lock:
             if self._closed:
                 raise StoreUnavailable("this subscription was closed")
-            if not self.alive:
-                await self._start()
             channel = self._channel
-            assert channel is not None
+            if channel is None or not channel.alive:
+                channel = await self._start()
             with self.broker.consuming.outage():
                 async with asyncio.timeout(RESPONSE_TIMEOUT):
-                    for priority in self.priority_classes:
-                        missing = self._wanted_prefetch(priority, limit) - self._granted_prefetch(
-                            priority
-                        )
-                        if missing > 0:
-                            try:
-                                await self._consume(
-                                    channel, priority, max(8, 1 << (missing - 1).bit_length())
-                                )
-                            except amqp.ChannelNotFoundEntity:
-                                self.broker.forget_declared(self.topic)
-                                raise
+                    for priority, missing in self._missing_prefetch(channel, limit).items():
+                        self._consumer_added = True
+                        prefetch = max(8, 1 << (missing - 1).bit_length())
+                        try:
+                            await channel.consume(priority, prefetch, self.owner)
+                        except amqp.ChannelNotFoundEntity:
+                            self.broker.forget_declared(self.topic)
+                            raise
             if self._idle_timer is None:
-                self._idle_timer = asyncio.get_running_loop().call_later(
-                    self._prefetch_hold / 2, self._spawn, self._return_idle_prefetch
-                )
+                self._set_idle_timer()
 
-    def _wanted_prefetch(self, priority: int, limit: int) -> int:
-        return self._handed_out_count[priority] + max(
-            limit + min(limit, self._prefetch_ahead), self._prefetch_ahead
-        )
+    def _missing_prefetch(self, channel: ConsumerChannel, limit: int) -> dict[int, int]:
+        """Return how many more messages of each priority class the server must be able to send."""
+        ahead = max(limit + min(limit, self._prefetch_ahead), self._prefetch_ahead)
+        return {
+            priority: missing
+            for priority, handed_out in self._handed_out_count.items()
+            if (missing := handed_out + ahead - channel.granted_prefetch(priority)) > 0
+        }
 
-    def _granted_prefetch(self, priority: int) -> int:
-        return sum(prefetch for _, prefetch in self._consumers[priority])
-
-    async def _start(self) -> None:
-        self._drop_timers()
+    async def _start(self) -> ConsumerChannel:
+        self._channel = None
         self._reset()
         await self.broker.ensure_declared(self.topic, self.group)
-        channel = await self.broker.consuming.channel()
-        changed = self._changed
-        channel.closing.add_done_callback(lambda _: changed.set())
-        channel.on_consumer_cancel_callbacks.add(partial(self._on_consumer_cancelled, channel))
+        channel = ConsumerChannel(
+            await self.broker.consuming.channel(),
+            self.broker.consuming,
+            {
+                priority: self.broker.names.queue(self.topic, self.group, priority)
+                for priority in self.priority_classes
+            },
+            self._on_message,
+        )
+        # `receive` opens a new channel.
+        channel.on_end(self._changed.set, partial(self._spawn, channel.close))
         self._channel = channel
+        return channel
 
-    async def _consume(self, channel: Channel, priority: int, prefetch: int) -> None:
-        """Add a consumer. The prefetch count of a running consumer cannot be changed."""
-        queue = self.broker.names.queue(self.topic, self.group, priority)
-        tag = f"{self.owner}.{CLASSES[priority]}.{secrets.token_hex(4)}"
-        self._consumer_added = True
-        # No other task may set another prefetch count between these two calls.
-        async with self._qos_lock:
-            await channel.basic_qos(prefetch_count=min(prefetch, MAX_PREFETCH))
-            await channel.basic_consume(
-                queue, partial(self._on_message, self._epoch, priority), consumer_tag=tag
-            )
-        self._consumers[priority].append((tag, prefetch))
-
-    def _on_consumer_cancelled(self, channel: Channel, _: Any) -> None:
-        """Close the channel after the server cancelled a consumer. `receive` opens a new channel.
-
-        The queue was deleted or moved.
-        """
-        self._spawn(partial(self._close_channel, channel))
-
-    async def _close_channel(self, channel: Channel) -> None:
-        with self.broker.consuming.outage():
-            await channel.close()
-
-    async def _on_message(self, epoch: int, priority: int, message: DeliveredMessage) -> None:
-        if epoch != self._epoch:
+    def _on_message(self, channel: ConsumerChannel, held: HeldMessage) -> None:
+        if channel is not self._channel:
             return
-        held = read_message(message, priority)
-        self._unsettled_tags[held.tag] = None
         if peeks := self.broker.peeked.pop((self.topic, held.id), 0):
             held.deliveries = max(1, held.deliveries - peeks)
         now = self.broker.clock.now()
         # A message of another program has no id. Publish it again with one, so that it keeps it.
         if not held.id:
             held.id = secrets.token_hex(16)
-            self._spawn(partial(self._republish, held))
+            self._spawn(partial(self._republish, channel, held))
         elif held.due > now and level_for(held.due - now) is not None:
-            self._spawn(partial(self._republish, held))
-        elif held.due > now:
-            timer = asyncio.get_running_loop().call_later(held.due - now, self._on_due, held.tag)
-            self._delayed[held.tag] = (held, timer)
+            self._spawn(partial(self._republish, channel, held))
         else:
-            self._make_ready(held)
+            held.arrived = asyncio.get_running_loop().time()
+            if held.due <= now:
+                held.due = 0.0
+            self._backlog.put(held)
+            self._bytes += len(held.body)
+            if self._bytes > MAX_PREFETCH_BYTES and self._prefetch_ahead:
+                self._prefetch_ahead = 0
+                self._spawn(self._stop_consuming)
+            self._changed.set()
 
-    def _on_due(self, tag: int) -> None:
-        held, _ = self._delayed.pop(tag)
-        self._make_ready(held)
-
-    def _make_ready(self, held: HeldMessage) -> None:
-        held.arrived = asyncio.get_running_loop().time()
-        self._ready[held.priority].setdefault(held.key, deque()).append(held)
-        self._buffered += 1
-        self._bytes += len(held.body)
-        if self._bytes > MAX_PREFETCH_BYTES and self._prefetch_ahead:
-            self._prefetch_ahead = 0
-            self._spawn(self._stop_consuming)
-        self._changed.set()
-
-    async def _republish(self, held: HeldMessage) -> None:
+    async def _republish(self, channel: ConsumerChannel, held: HeldMessage) -> None:
         """Publish a copy of the message to a delay queue, or with an id. Then ack the message."""
-        epoch, message = self._epoch, self._outgoing(held, due=held.due, count=held.deliveries - 1)
-        while epoch == self._epoch and self.alive:
+        message = self._outgoing(held, due=held.due, count=held.deliveries - 1)
+        while channel.alive:
             try:
                 if (await self.broker.publisher.send([message]))[0] is Published.OK:
-                    await self._ack([held.tag])
+                    await channel.ack([held.tag])
                     return
             except StoreUnavailable:
                 pass
             await asyncio.sleep(REPUBLISH_INTERVAL)
 
-    def _take(self, limit: int, per_key: int) -> list[Delivery]:
-        """Take buffered messages: classes share 16 : 4 : 1, and keys are served in rotation.
-
-        Messages of one key stay in order.
-        """
-        taken_messages: list[HeldMessage] = []
-        taken: dict[str, int] = defaultdict(int)
-        empty: set[int] = set()
-        while len(taken_messages) < limit and len(empty) < len(self.priority_classes):
-            first = TURNS[self._class_index % len(TURNS)]
-            for priority in (first, *self.priority_classes):
-                if priority in self._ready and priority not in empty:
-                    held = self._take_one(priority, taken, per_key)
-                    if held is not None:
-                        taken_messages.append(held)
-                        break
-                    empty.add(priority)
-            self._class_index += 1
-        for held in taken_messages:
-            self._handed_out[self._position(held)] = held
+    def _take(self, epoch: int, limit: int, per_key: int) -> list[Delivery]:
+        for held in self._backlog.pop_due(self.broker.clock.now()):
+            held.due = 0.0
+            self._backlog.put(held)
+        taken: list[Delivery] = []
+        for held in self._backlog.take(limit, per_key):
+            delivery = self._delivery(epoch, held)
+            taken.append(delivery)
+            self._handed_out[delivery.position] = held
             self._handed_out_count[held.priority] += 1
             self._bytes -= len(held.body)
-        self._buffered -= len(taken_messages)
         # All messages were requested: prefetch more again.
-        if taken_messages and not self._buffered:
+        if taken and not self._backlog.ready:
             self._prefetch_ahead = min(PREFETCH_AHEAD, max(8, self._prefetch_ahead * 2))
             self._prefetch_hold = PREFETCH_HOLD
-        return [self._delivery(held) for held in taken_messages]
+        return taken
 
-    def _take_one(self, priority: int, taken: dict[str, int], per_key: int) -> HeldMessage | None:
-        ready = self._ready[priority]
-        for key in ready:
-            if taken[key] < per_key:
-                waiting = ready[key]
-                held = waiting.popleft()
-                if waiting:
-                    ready.move_to_end(key)
-                else:
-                    del ready[key]
-                taken[key] += 1
-                return held
-        return None
-
-    def _position(self, held: HeldMessage) -> int:
-        return self._epoch << 32 | held.tag
-
-    def _delivery(self, held: HeldMessage) -> Delivery:
+    def _delivery(self, epoch: int, held: HeldMessage) -> Delivery:
         return Delivery(
             topic=self.topic,
             group=self.group,
@@ -342,8 +245,8 @@ class RabbitSubscription:
             key=held.key,
             body=held.body,
             headers=held.headers,
-            position=self._position(held),
-            token=self._epoch,
+            position=epoch << 32 | held.tag,
+            token=epoch,
             deliveries=held.deliveries,
         )
 
@@ -352,16 +255,8 @@ class RabbitSubscription:
     async def _stop_consuming(self) -> None:
         """Stop consuming until the next `receive`: the prefetched messages are too large."""
         async with self._consumers_lock:
-            if self.alive and self._channel is not None:
-                await self._cancel_consumers(self._channel)
-
-    async def _cancel_consumers(self, channel: Channel) -> None:
-        with self.broker.consuming.outage():
-            async with asyncio.timeout(RESPONSE_TIMEOUT):
-                for consumers in self._consumers.values():
-                    while consumers:
-                        await channel.basic_cancel(consumers[-1][0])
-                        consumers.pop()
+            if self._channel is not None and self._channel.alive:
+                await self._channel.cancel_consumers()
 
     async def _return_idle_prefetch(self) -> None:
         """Return prefetched messages that no `receive` requested, if there are other consumers.
@@ -370,77 +265,41 @@ class RabbitSubscription:
         delivery.
         """
         self._idle_timer = None
-        loop = asyncio.get_running_loop()
-        now = loop.time()
+        channel = self._channel
+        if channel is None or not channel.alive:
+            return
+        now = asyncio.get_running_loop().time()
         idle = not self._receivers_waiting and now >= self._last_receive_end + self._prefetch_hold
-        stale = (
-            min(
-                (keys[key][0].arrived for keys in self._ready.values() for key in keys), default=now
-            )
-            < now - self._prefetch_hold
-        )
+        stale = any(held.arrived < now - self._prefetch_hold for held in self._backlog)
         if (idle and now > self._last_receive_end + MAX_PREFETCH_HOLD) or (
-            (idle or stale) and await self._has_other_consumers()
+            (idle or stale) and await channel.has_other_consumers()
         ):
             await self._return_prefetched()
             if not self._prefetch_ahead:
                 self._prefetch_hold = min(MAX_PREFETCH_HOLD, self._prefetch_hold * 2)
-        if self.alive and any(self._consumers.values()) and not self._closed:
-            self._idle_timer = loop.call_later(
-                self._prefetch_hold / 2, self._spawn, self._return_idle_prefetch
-            )
+        if channel.consuming and not self._closed:
+            self._set_idle_timer()
 
-    async def _has_other_consumers(self) -> bool:
-        """Return True if these queues have other consumers, or if the connection is lost."""
-        if not self.alive or self._channel is None:
-            return True
-        with self.broker.consuming.outage():
-            async with asyncio.timeout(RESPONSE_TIMEOUT):
-                for priority in self.priority_classes:
-                    found = await self._channel.queue_declare(
-                        self.broker.names.queue(self.topic, self.group, priority), passive=True
-                    )
-                    if (found.consumer_count or 0) > len(self._consumers[priority]):
-                        return True
-        return False
+    def _set_idle_timer(self) -> None:
+        self._idle_timer = asyncio.get_running_loop().call_later(
+            self._prefetch_hold / 2, self._spawn, self._return_idle_prefetch
+        )
 
     async def _return_prefetched(self) -> None:
-        """Cancel all consumers and return the prefetched messages to their places in the queue.
-
-        RabbitMQ before 4.3 counts a return as a delivery.
-        """
+        """Cancel all consumers and return the prefetched messages."""
         async with self._consumers_lock:
             channel = self._channel
-            if not self.alive or channel is None:
+            if channel is None or not channel.alive:
                 return
-            await self._cancel_consumers(channel)
-            with self.broker.consuming.outage():
-                async with asyncio.timeout(RESPONSE_TIMEOUT):
-                    returned = [
-                        held.tag
-                        for keys in self._ready.values()
-                        for waiting in keys.values()
-                        for held in waiting
-                    ]
-                    returned += self._delayed
-                    self._drop_timers()
-                    for keys in self._ready.values():
-                        keys.clear()
-                    self._buffered = self._bytes = 0
-                    for tag in sorted(returned):
-                        await channel.basic_nack(tag, requeue=True, wait=False)
-                    # Remove the tags after the last return is sent. An ack of all tags up to one
-                    # must never include a returned message.
-                    for tag in returned:
-                        del self._unsettled_tags[tag]
-            if returned:
+            await channel.cancel_consumers()
+            if returned := self._drop_prefetched():
+                await channel.give_back(held.tag for held in returned)
                 self._prefetch_ahead = self._prefetch_ahead // 2 if self._prefetch_ahead > 8 else 0
             self._changed.set()
 
-    def _drop_timers(self) -> None:
-        for _, timer in self._delayed.values():
-            timer.cancel()
-        self._delayed.clear()
+    def _drop_prefetched(self) -> list[HeldMessage]:
+        self._bytes = 0
+        return self._backlog.drop(lambda held: True)
 
     # -- settling ----------------------------------------------------------------------------------
 
@@ -459,23 +318,25 @@ class RabbitSubscription:
                 mine.append((delivery, held))
                 if not isinstance(outcome, Ack):
                     copies.append(self._copy(delivery, held, outcome))
-        if not mine:
+        channel = self._channel
+        if not mine or channel is None:
             return answers
-        epoch = self._epoch
         try:
             if copies:
                 await self._send(copies)
-            await self._ack([held.tag for _, held in mine])
+            await channel.ack(held.tag for _, held in mine)
         except BaseException:
-            if epoch == self._epoch and self.alive:
+            if channel is self._channel and channel.alive:
                 self._handed_out.update({d.position: held for d, held in mine})
             raise
-        if epoch == self._epoch:
+        if channel is self._channel:
             for _, held in mine:
                 self._handed_out_count[held.priority] -= 1
         return answers
 
-    def _copy(self, delivery: Delivery, held: HeldMessage, outcome: Outcome) -> OutgoingMessage:
+    def _copy(
+        self, delivery: Delivery, held: HeldMessage, outcome: Retry | Release | Dead
+    ) -> OutgoingMessage:
         match outcome:
             case Retry(delay=delay):
                 return self._outgoing(
@@ -485,22 +346,8 @@ class RabbitSubscription:
                 )
             case Release():
                 return self._outgoing(held, due=0.0, count=held.deliveries - 1)
-            case _:
-                reason = outcome.reason if isinstance(outcome, Dead) else ""
-                headers = {
-                    **held.headers,
-                    "penstock-reason": reason,
-                    "penstock-position": str(delivery.position),
-                }
-                return self.broker.outgoing(
-                    Out(
-                        topic=self.topic + DEAD,
-                        id=held.id,
-                        key=held.key,
-                        body=held.body,
-                        headers=headers,
-                    )
-                )
+            case Dead(reason=reason):
+                return self.broker.outgoing(dead_copy(delivery, reason))
 
     def _outgoing(self, held: HeldMessage, *, due: float, count: int) -> OutgoingMessage:
         out = Out(
@@ -528,42 +375,13 @@ class RabbitSubscription:
                 f" a retry, a release or a dead letter ({worst})"
             )
 
-    async def _ack(self, tags: Sequence[int]) -> None:
-        """Ack these delivery tags, and wait until the server has processed the acks.
-
-        The server does not answer an ack. It processes the requests of a channel in order, so a
-        later `basic.qos` that is answered confirms the acks before it.
-        """
-        channel, wanted, upto = self._channel, set(tags), 0
-        if channel is None:
-            raise StoreUnavailable("the connection to RabbitMQ was lost")
-        for tag in self._unsettled_tags:
-            if tag not in wanted:
-                break
-            upto = tag
-        with self.broker.consuming.outage():
-            if upto:
-                await channel.basic_ack(upto, multiple=True, wait=False)
-            for tag in sorted(wanted):
-                if tag > upto:
-                    await channel.basic_ack(tag, wait=False)
-        for tag in wanted:
-            self._unsettled_tags.pop(tag, None)
-        self._acks_sent += 1
-        mine = self._acks_sent
-        async with self._qos_lock:
-            if self._acks_confirmed >= mine:
-                return
-            upto = self._acks_sent
-            with self.broker.consuming.outage():
-                async with asyncio.timeout(RESPONSE_TIMEOUT):
-                    await channel.basic_qos(prefetch_count=1)
-            self._acks_confirmed = upto
-
     def holds(self, delivery: Delivery) -> bool:
         """Return True if the lease is valid. Needs no request: a lease ends with its channel."""
         return (
-            delivery.token == self._epoch and delivery.position in self._handed_out and self.alive
+            self._channel is not None
+            and self._channel.alive
+            and delivery.token == self._channel.epoch
+            and delivery.position in self._handed_out
         )
 
     async def extend(self, deliveries: Sequence[Delivery], seconds: float) -> Sequence[bool]:
@@ -593,9 +411,8 @@ class RabbitSubscription:
             self._idle_timer.cancel()
         await self._run_ignoring_outage(self._return_prefetched)
         self._closed = True
-        self._drop_timers()
         for task in list(self._tasks):
             task.cancel()
-        if self._channel is not None and self.alive:
-            await self._run_ignoring_outage(partial(self._close_channel, self._channel))
+        if self._channel is not None and self._channel.alive:
+            await self._run_ignoring_outage(self._channel.close)
         self.broker.subscriptions.discard(self)

@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.brokers.dead_copies import DEAD
 from penstock.ports import TopicSpec
 
 CLASSES = ("high", "normal", "low")
@@ -36,7 +37,6 @@ LEVELS = (
     (3600.0, "1h"),
     (21600.0, "6h"),
 )
-DEAD = ".dead"
 # High, because the ledger detects poison by its own count of starts, and RabbitMQ before 4.3 counts
 # every return as a delivery.
 DELIVERY_LIMIT = 10_000

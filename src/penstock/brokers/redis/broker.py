@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 from redis.exceptions import OutOfMemoryError, RedisError
 
-from penstock.brokers.redis import reports as looking
+from penstock.brokers.dead_copies import dead_headers
 from penstock.brokers.redis import scripts as lua
 from penstock.errors import PenstockError
 from penstock.model import Ack, Dead, Outcome, Release, Retry
@@ -50,15 +50,12 @@ POLL_INTERVAL = 1.0
 MAX_SORT_ROUNDS = 20
 CAPS = Capabilities(
     order_per_key="emulated",
-    strict_priority="none",
     delay="emulated",
     replay=True,
     bounded=True,
     counts_deliveries=True,
     hold_keys=True,
     exact_stats=True,
-    transactional=False,
-    lease="time",
 )
 
 
@@ -179,7 +176,7 @@ class RedisBroker:
         # script sorts up to a thousand entries of each priority class.
         for _ in range(MAX_SORT_ROUNDS):
             ready, delayed, in_flight, dead, age, exact = await self.server.run(
-                looking.STATS, [self.base(topic)], group
+                lua.STATS, [self.base(topic)], group
             )
             if exact:
                 break
@@ -193,7 +190,7 @@ class RedisBroker:
         )
 
     async def peek(self, topic: str, limit: int) -> Sequence[Out]:
-        flat = await self.server.run(looking.PEEK, [self.base(topic)], limit)
+        flat = await self.server.run(lua.PEEK, [self.base(topic)], limit)
         rows = sorted(
             (flat[i : i + 7] for i in range(0, len(flat), 7)),
             key=lambda row: position(row[0], row[1]),
@@ -216,7 +213,7 @@ class RedisBroker:
         removed: dict[bytes, int] = defaultdict(int)
         done = 0
         while not done:
-            done, *counts = await self.server.run(looking.PURGE, [self.base(topic)])
+            done, *counts = await self.server.run(lua.PURGE, [self.base(topic)])
             for group, n in zip(counts[::2], counts[1::2], strict=True):
                 removed[group] += n
         return max(removed.values(), default=0)
@@ -227,7 +224,7 @@ class RedisBroker:
             start = f"{int(since * 1000)}-0"
             while start:
                 n, following = await self.server.run(
-                    looking.REPLAY, [self.base(topic)], group, name, start
+                    lua.REPLAY, [self.base(topic)], group, name, start
                 )
                 added, start = added + n, following.decode()
         return added
@@ -316,12 +313,7 @@ class RedisSubscription:
                 case Release():
                     verb, more = "release", ""
                 case Dead(reason=reason):
-                    headers = {
-                        **d.headers,
-                        "penstock-reason": reason,
-                        "penstock-position": str(d.position),
-                    }
-                    verb, more = "dead", msgspec.json.encode(headers).decode()
+                    verb, more = "dead", msgspec.json.encode(dead_headers(d, reason)).decode()
             args += (*entry_of(d.position), d.token, verb, d.deliveries, more)
         reply: bytes = await self._server.run(lua.SETTLE, self._keys, self.group, *args)
         return [code == ord("1") for code in reply]

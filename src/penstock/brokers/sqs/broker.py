@@ -27,6 +27,7 @@ from botocore.exceptions import (  # type: ignore[import-untyped, unused-ignore]
     ClientError,
 )
 
+from penstock.brokers.dead_copies import DEAD
 from penstock.brokers.sqs import message as wire
 from penstock.brokers.sqs.message import (
     ATTRIBUTE,
@@ -43,15 +44,7 @@ from penstock.ports import Capabilities, Clock, Out, Published, Stats, TopicSpec
 from penstock.stores.context import Context
 
 CAPS = Capabilities(
-    order_per_key="none",
-    strict_priority="none",
     delay="native",
-    replay=False,
-    bounded=False,
-    counts_deliveries=False,
-    hold_keys=False,
-    exact_stats=False,
-    transactional=False,
     fair_keys=False,  # AWS fair queues help without a guarantee: the key is the message group
     max_body=180_000,  # bytes that always fit. A body that can be compressed may be larger.
 )
@@ -414,7 +407,7 @@ class SqsBroker:
             *[self._counts(w) for w in [wire.dead_queue(topic), *wire.group_queues(topic, group)]]
         )
         ready, delayed, in_flight = (sum(column) for column in zip(*rest, strict=True))
-        dead_count = 0 if topic.endswith(wire.DEAD) else sum(dead)
+        dead_count = 0 if topic.endswith(DEAD) else sum(dead)
         return Stats(
             ready=ready,
             delayed=delayed,
@@ -499,9 +492,7 @@ BY_SEVERITY = (Published.OK, Published.FULL, Published.UNKNOWN, Published.FAILED
 
 def _queue(m: Out, group: str) -> QueueId:
     # Clamp the priority to a known class.
-    priority = (
-        wire.NORMAL if m.topic.endswith(wire.DEAD) else min(max(m.priority, 0), len(CLASSES) - 1)
-    )
+    priority = wire.NORMAL if m.topic.endswith(DEAD) else min(max(m.priority, 0), len(CLASSES) - 1)
     return QueueId(m.topic, group, priority)
 
 

@@ -28,6 +28,7 @@ from botocore.exceptions import (  # type: ignore[import-untyped, unused-ignore]
     SSLError,
 )
 
+from penstock.brokers.dead_copies import DEAD
 from penstock.config import units
 from penstock.config.options import query_options, read_options
 from penstock.errors import ConfigError, PenstockError, StoreUnavailable, Unreachable
@@ -36,7 +37,6 @@ from penstock.rules.masking import mask
 
 CLASSES = ("high", "normal", "low")
 NORMAL = 1
-DEAD = ".dead"
 ATTRIBUTE = "penstock"  # name of Penstock's message attribute
 # Bytes of a message or a batch that every server accepts. A queue may have a higher limit.
 MIN_SIZE_LIMIT = 256 << 10

@@ -6,18 +6,19 @@ import asyncio
 import itertools
 import logging
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
+from penstock.brokers.dead_copies import DEAD, REASON, dead_copy
 from penstock.brokers.sqs import message as wire
-from penstock.brokers.sqs.message import ATTRIBUTE, QueueId, SqsAddress
+from penstock.brokers.sqs.message import ATTRIBUTE, CLASSES, QueueId, SqsAddress
 from penstock.errors import StoreUnavailable
 from penstock.model import Ack, Dead, Outcome, Release, Retry
 from penstock.ports import Clock, Delivery, Out, Published
-from penstock.rules.priority import shares
+from penstock.rules.handout import Backlog
 
 BATCH = 10  # messages in one request, a limit of SQS
 MAX_PARALLEL_POLLS = 16  # concurrent polls of one queue while it has many messages
@@ -57,6 +58,15 @@ class _HeldMessage(msgspec.Struct):
     until: float  # end of the lease, by the time of the event loop
     seq: int
     delivery: Delivery
+    due: float = 0.0
+
+    @property
+    def key(self) -> str:
+        return self.delivery.key
+
+    @property
+    def priority(self) -> int:
+        return self.queue.priority
 
 
 class _QueueState(msgspec.Struct):
@@ -69,7 +79,6 @@ class _QueueState(msgspec.Struct):
     queue: QueueId
     has_more: bool = True
     parallel_polls: int = 1
-    prefetched: list[_HeldMessage] = []
     long_poll: asyncio.Task[None] | None = None
 
 
@@ -81,13 +90,13 @@ class SqsSubscription:
 
     def __init__(self, broker: ParentBroker, topic: str, group: str, lease: float) -> None:
         self.broker, self.topic, self.group, self.lease = broker, topic, group, lease
-        self._states = [_QueueState(w, prefetched=[]) for w in wire.group_queues(topic, group)]
+        self._states = [_QueueState(w) for w in wire.group_queues(topic, group)]
         self._tokens = itertools.count(1)
+        self._backlog: Backlog[_HeldMessage] = Backlog()  # prefetched messages
         self._handed_out: dict[int, _HeldMessage] = {}
         # Tokens that a `settle` call settled before it failed for other items. The next call
         # returns True for them.
         self._settled_before: set[int] = set()
-        self._delivered_count = 0  # the number decides the next shares of the priority classes
         self._tasks: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Event()
         self._outage: StoreUnavailable | None = None
@@ -104,14 +113,15 @@ class SqsSubscription:
         self._cancel_return()
         self._drop_expired(now())
         self._outage = None  # drop the error of an earlier poll
-        batch = _Batch(limit, per_key or limit, self._quotas(limit))
+        per_key = per_key or limit
         try:
             while True:
                 self._changed.clear()
-                await self._fill(batch)
+                await self._fill(limit, per_key)
+                got = self._backlog.take(limit, per_key)
                 left = until - now()
-                if batch.got or left <= 0:
-                    return self._hand_out(batch)
+                if got or left <= 0:
+                    return self._hand_out(got, limit)
                 self._start_long_polls(self._states, limit)
                 try:
                     async with asyncio.timeout(left):
@@ -119,13 +129,6 @@ class SqsSubscription:
                 except TimeoutError:
                     until = now()  # then one last check of the prefetched messages
                 self._raise_outage()
-        except BaseException:
-            # Cancelled, or an outage after the first part. Keep the messages for the next call.
-            for held in batch.got:
-                next(
-                    state for state in self._states if state.queue == held.queue
-                ).prefetched.append(held)
-            raise
         finally:
             self._schedule_return()
 
@@ -134,52 +137,38 @@ class SqsSubscription:
         if outage is not None:
             raise outage
 
-    def _hand_out(self, batch: _Batch) -> list[Delivery]:
-        self._delivered_count += len(batch.got)
-        self._start_long_polls([state for state in self._states if not state.has_more], batch.limit)
-        for held in batch.got:
+    def _hand_out(self, got: Sequence[_HeldMessage], limit: int) -> list[Delivery]:
+        self._start_long_polls([state for state in self._states if not state.has_more], limit)
+        self._hide_extra()
+        for held in got:
             self._handed_out[held.delivery.token] = held
-        return [held.delivery for held in sorted(batch.got, key=_by_class_and_age)]
+        return [held.delivery for held in sorted(got, key=_by_class_and_age)]
 
-    async def _fill(self, batch: _Batch) -> None:
-        """Fill the batch: first each priority class with its share, then from any class."""
-        budget = batch.limit + MAX_EXTRA
+    async def _fill(self, limit: int, per_key: int) -> None:
+        """Poll until the batch can be filled: first each priority class with its share, then any.
+
+        Nothing is taken before the last poll, so a cancelled call loses no message.
+        """
+        budget = limit + MAX_EXTRA
         for share in (True, False):
-            self._take_prefetched(batch, share)
-            while batch.left and budget > 0 and (plan := self._plan_polls(batch, share)):
+            while budget > 0 and (plan := self._plan_polls(limit, per_key, share)):
                 budget -= await self._poll_now(plan)
-                self._take_prefetched(batch, share)
-        if sum(len(state.prefetched) for state in self._states) > MAX_PREFETCHED:
-            self._hide_extra()
 
-    def _plan_polls(self, batch: _Batch, share: bool) -> list[tuple[_QueueState, int]]:
+    def _plan_polls(self, limit: int, per_key: int, share: bool) -> list[tuple[_QueueState, int]]:
+        """Return the queues to poll, and how many messages each must still deliver."""
         nonempty = [state for state in self._states if state.has_more]
+        available = [self._backlog.available(priority, per_key) for priority in range(len(CLASSES))]
         if not share:
-            return [(state, batch.left) for state in nonempty[:1]]
+            missing = limit - sum(available)
+            return [(state, missing) for state in nonempty[:1] if missing > 0]
         if len(nonempty) == 1:
             return []  # the other classes have no messages
+        quotas = self._backlog.quotas(limit)
         return [
-            (state, min(batch.left, quota))
+            (state, missing)
             for state in nonempty
-            if (quota := batch.quotas.get(state.queue.priority, 0)) > 0
+            if (missing := quotas[state.queue.priority] - available[state.queue.priority]) > 0
         ]
-
-    def _take_prefetched(self, batch: _Batch, share: bool) -> None:
-        for state in self._states:
-            quota = batch.quotas.get(state.queue.priority, 0) if share else batch.left
-            left: list[_HeldMessage] = []
-            for held in state.prefetched:
-                if quota > 0 and batch.left and batch.take(held):
-                    quota -= 1
-                else:
-                    left.append(held)
-            state.prefetched[:] = left
-
-    def _quotas(self, limit: int) -> dict[int, int]:
-        """Return the share of each priority class in the next `limit` messages."""
-        if len(self._states) == 1:
-            return {wire.NORMAL: limit}
-        return dict(enumerate(shares(self._delivered_count, limit)))
 
     async def _poll_now(self, plan: Iterable[tuple[_QueueState, int]]) -> int:
         """Poll the queues without waiting, and return the number of received messages.
@@ -225,14 +214,15 @@ class SqsSubscription:
 
     def _add_received(self, state: _QueueState, messages: Sequence[dict[str, Any]]) -> None:
         loop, wall = asyncio.get_running_loop().time(), self.broker.clock.now()
+        ready: list[_HeldMessage] = []
         early: list[tuple[_HeldMessage, float]] = []
         for message in messages:
             attributes, body = wire.unpack(message)
             headers = attributes.headers
-            if self.topic.endswith(wire.DEAD) and "penstock-reason" not in headers:
+            if self.topic.endswith(DEAD) and REASON not in headers:
                 headers = {
                     **headers,
-                    "penstock-reason": "given up by SQS: received too often without an end",
+                    REASON: "given up by SQS: received too often without an end",
                 }
             held = _HeldMessage(
                 queue=state.queue,
@@ -256,8 +246,8 @@ class SqsSubscription:
             if attributes.after > wall:
                 early.append((held, attributes.after - wall))
             else:
-                state.prefetched.append(held)
-        state.prefetched.sort(key=_by_class_and_age)
+                ready.append(held)
+        self._backlog.put_all(sorted(ready, key=_by_class_and_age), state.queue.priority)
         if early:
             self._spawn(
                 self._set_visibility(
@@ -302,24 +292,24 @@ class SqsSubscription:
         )
 
     def _return_prefetched(self) -> None:
-        prefetched = [held for state in self._states for held in state.prefetched]
-        for state in self._states:
-            state.prefetched.clear()
-        if prefetched:
+        if prefetched := self._backlog.drop(lambda held: True):
             self._spawn(self._set_visibility([(held, 0) for held in prefetched]))
 
     def _hide_extra(self) -> None:
         """Hide the extra messages for some seconds, so that SQS delivers other keys first."""
+        if self._backlog.ready <= MAX_PREFETCHED:
+            return
+        extra: list[_HeldMessage] = []
         for state in self._states:
-            rest = state.prefetched[MAX_PREFETCHED:]
-            del state.prefetched[MAX_PREFETCHED:]
-            if rest:
-                self._spawn(self._set_visibility([(held, EXTRA_HIDDEN) for held in rest]))
+            mine = [held for held in self._backlog if held.queue == state.queue]
+            extra += sorted(mine, key=_by_class_and_age)[MAX_PREFETCHED:]
+        tokens = {held.delivery.token for held in extra}
+        self._backlog.drop(lambda held: held.delivery.token in tokens)
+        self._spawn(self._set_visibility([(held, EXTRA_HIDDEN) for held in extra]))
 
     def _drop_expired(self, now: float) -> None:
         """Drop messages whose leases have expired, because they can no longer be settled."""
-        for state in self._states:
-            state.prefetched[:] = [held for held in state.prefetched if held.until > now]
+        self._backlog.drop(lambda held: held.until <= now)
         if now > self._last_sweep + self.lease:
             self._last_sweep = now
             for token in [token for token, held in self._handed_out.items() if held.until <= now]:
@@ -382,25 +372,9 @@ class SqsSubscription:
                 case Retry(delay=delay) if now - held.received_at + delay <= MAX_HIDDEN:
                     shows.append((i, math.ceil(delay)))
                 case Retry(delay=delay):
-                    moves.append(
-                        (
-                            i,
-                            _copy(d, d.topic, held.queue.priority, self.broker.clock.now() + delay),
-                            held.queue,
-                        )
-                    )
+                    moves.append((i, self._delayed_copy(held, delay), held.queue))
                 case Dead(reason=reason):
-                    extra_headers = {
-                        "penstock-reason": reason,
-                        "penstock-position": str(d.position),
-                    }
-                    moves.append(
-                        (
-                            i,
-                            _copy(d, d.topic + wire.DEAD, wire.NORMAL, 0.0, extra_headers),
-                            wire.dead_queue(d.topic),
-                        )
-                    )
+                    moves.append((i, dead_copy(d, reason), wire.dead_queue(d.topic)))
         done, shown, moved = await asyncio.gather(
             self._delete([mine[i] for i in deletes]),
             self._set_visibility([(mine[i], seconds) for i, seconds in shows]),
@@ -422,6 +396,18 @@ class SqsSubscription:
                 f" of {len(unknown)} messages"
             )
         return [bool(answer) for answer in answers]
+
+    def _delayed_copy(self, held: _HeldMessage, delay: float) -> Out:
+        d = held.delivery
+        return Out(
+            topic=d.topic,
+            id=d.id,
+            key=d.key,
+            body=d.body,
+            headers=d.headers,
+            priority=held.priority,
+            not_before=self.broker.clock.now() + delay,
+        )
 
     async def _delete(self, helds: Sequence[_HeldMessage]) -> list[bool | None]:
         return await self._call_by_queue(
@@ -499,44 +485,5 @@ class SqsSubscription:
         """Do nothing: SQS cannot delay the messages of a key (caps.hold_keys)."""
 
 
-class _Batch:
-    """Messages that one `receive` call returns."""
-
-    def __init__(self, limit: int, per_key: int, quotas: dict[int, int]) -> None:
-        self.limit, self.per_key, self.quotas = limit, per_key, quotas
-        self.got: list[_HeldMessage] = []
-        self._keys: Counter[str] = Counter()
-
-    @property
-    def left(self) -> int:
-        return self.limit - len(self.got)
-
-    def take(self, held: _HeldMessage) -> bool:
-        if self._keys[held.delivery.key] >= self.per_key:
-            return False
-        self._keys[held.delivery.key] += 1
-        self.quotas[held.queue.priority] -= 1
-        self.got.append(held)
-        return True
-
-
 def _by_class_and_age(held: _HeldMessage) -> tuple[int, int]:
     return held.queue.priority, held.seq
-
-
-def _copy(
-    d: Delivery,
-    topic: str,
-    priority: int,
-    not_before: float,
-    extra_headers: Mapping[str, str] | None = None,
-) -> Out:
-    return Out(
-        topic=topic,
-        id=d.id,
-        key=d.key,
-        body=d.body,
-        headers={**d.headers, **(extra_headers or {})},
-        priority=priority,
-        not_before=not_before,
-    )

@@ -19,12 +19,12 @@ import msgspec
 from penstock.claims.redis import scripts as lua
 from penstock.claims.redis.hosts import RedisHosts, aside
 from penstock.claims.redis.proxies import RedisProxies
+from penstock.claims.views import MEMORY, HostView, usual_limits
 from penstock.ports import ClaimChange, Clock, Holder
 from penstock.rules import pace
 from penstock.stores.context import Context
 from penstock.stores.redis import Argument, Server
 
-MEMORY = 8192  # maximum number of hosts whose last state is cached in this process
 MEASURED = 60.0  # seconds after which a measurement of the server's clock is replaced
 KEPT_ROBOTS = 7 * 86400.0  # seconds that a cached robots.txt is kept after it has expired
 _encode = msgspec.msgpack.Encoder().encode
@@ -64,7 +64,7 @@ class FleetClock:
             self.offset = 0.0 if ahead <= 0.0 <= behind else ahead if ahead > 0.0 else behind
 
 
-class RedisClaims:
+class RedisClaims(HostView):
     """Implements ports.Pace, ports.RobotsCache and ports.ExternalClaims.
 
     Claims are taken by compare-and-set, outside the ledger's transaction.
@@ -73,18 +73,14 @@ class RedisClaims:
     def __init__(
         self, server: Server, prefix: str, clock: Clock, limits: pace.Limits, rng: random.Random
     ) -> None:
-        self.server, self.clock, self.limits, self.rng = server, FleetClock(clock), limits, rng
+        self.server, self.clock = server, FleetClock(clock)
+        super().__init__(self.clock.now, limits, rng)
         self.base = lua.base_of(prefix)
         self.hosts = RedisHosts(server, self.base, clock)
         self.proxies = RedisProxies(server, self.base, clock)
         self._own_clock = clock
         self._known: dict[str, bytes] = {}  # host -> encoded state that was last read or written
         self._version = b""
-        self._gaps: dict[str, float] = {}
-        self._slowed: dict[str, float] = {}
-        self._voided: dict[str, float] = {}
-        self._own: dict[str, int] = {}
-        self._exempt: frozenset[str] = frozenset()
 
     # -- claims ------------------------------------------------------------------------------------
 
@@ -128,51 +124,16 @@ class RedisClaims:
         slots: dict[str, Sequence[float]] = {}
 
         def change(host: str, state: pace.HostState) -> pace.HostState:
-            if len(self._gaps) > MEMORY:
-                self._gaps.clear()
-            self._gaps[host] = pace.interval(state, self.limits)
-            jitter = [self.rng.random() for _ in range(wants[host])]
-            after, slots[host] = pace.reserve(
-                state, self.limits, self.clock.now(), wants[host], jitter, within
-            )
+            after, slots[host] = self.next_slots(host, state, wants[host], self._now(), within)
             return after
 
         await self._change(list(wants), change)
         return {host: [self.clock.local(slot) for slot in slots[host]] for host in wants}
 
-    async def report(
-        self, host: str, *, status: int, retry_after: float | None, seconds: float
-    ) -> None:
-        """Update the host's state after a response.
-
-        Writes only if the status is 429 or 503, or if the host is throttled or paused.
-        """
-        if status in (429, 503) or host in self._slowed:
-            states = await self._change(
-                [host],
-                lambda _, state: pace.report(
-                    state, self.limits, self.clock.now(), status, retry_after, seconds
-                ),
-            )
-            self._slowed[host] = pace.held_until(states[host])
-            self._void(host, states[host].slower_since)
-
-    async def crawl_delay(self, host: str, seconds: float | None) -> None:
-        def change(host: str, state: pace.HostState) -> pace.HostState:
-            if state.crawl_delay == seconds:
-                return state
-            now = self.clock.now()
-            state = msgspec.structs.replace(state, crawl_delay=seconds, slower_since=now)
-            # The request for robots.txt was just sent, so the delay begins now.
-            if seconds:
-                state = msgspec.structs.replace(
-                    state, tat=max(state.tat, now + pace.interval(state, self.limits))
-                )
-            return state
-
-        states = await self._change([host], change)
-        if seconds:
-            self._void(host, states[host].slower_since)
+    async def _change_state(
+        self, host: str, decide: Callable[[pace.HostState], pace.HostState]
+    ) -> pace.HostState:
+        return (await self._change([host], lambda _, state: decide(state)))[host]
 
     async def _change(
         self, hosts: Sequence[str], decide: Callable[[str, pace.HostState], pace.HostState]
@@ -208,27 +169,8 @@ class RedisClaims:
             left = lost
         return after
 
-    def gap(self, host: str) -> float:
-        """Return the host's interval in seconds at the last reservation. 0 means unlimited."""
-        return self._gaps.get(host, 0.0)
-
-    def voided(self, host: str) -> float:
-        at = self._voided.get(host, 0.0)
-        return self.clock.local(at) if at else 0.0
-
-    def _void(self, host: str, at: float) -> None:
-        # Drop entries older than 60 s. No slot is reserved that far ahead.
-        if len(self._voided) > MEMORY:
-            old = self.clock.now() - 60.0
-            self._voided = {h: at for h, at in self._voided.items() if at > old}
-        self._voided[host] = max(at, self._voided.get(host, 0.0))
-
-    def blocked_until(self, host: str) -> float:
-        until = self._slowed.get(host, 0.0)
-        return self.clock.local(until) if until else 0.0
-
-    def concurrency(self, host: str) -> int:
-        return self._own.get(host, self.limits.concurrency)
+    def _local(self, moment: float) -> float:
+        return self.clock.local(moment)
 
     async def refresh(self) -> None:
         """Read the shared state of hosts into the local view, and compare the clocks.
@@ -265,9 +207,6 @@ class RedisClaims:
         )
         return None if status is None else (body, int(status), float(until))
 
-    def exempt(self, host: str) -> bool:
-        return host in self._exempt
-
     async def keep_robots(self, origin: str, body: bytes | None, status: int, until: float) -> None:
         gone = until + KEPT_ROBOTS
         await self.server.run(
@@ -291,14 +230,10 @@ def open_claims(url: str, context: Context) -> RedisClaims:
 
     Only cached robots.txt files have an expiry time. So a server may evict keys that expire.
     """
-    c = context.config.pace
-    limits = pace.Limits(
-        rate=None if c.rate == math.inf else c.rate, burst=c.burst, concurrency=c.concurrency
-    )
     return RedisClaims(
         Server(url, evictable=False),
         context.config.namespace or "penstock",
         context.clock,
-        limits,
+        usual_limits(context.config.pace),
         context.rng,
     )

@@ -69,7 +69,8 @@ return 1
 # claims. Returns the number of deleted claims.
 PRUNE = Script(
     """#!lua
-local old = redis.call('ZRANGEBYSCORE', KEYS[1] .. ':url:at', '-inf', '(' .. ARGV[1], 'LIMIT', 0, ARGV[2])
+local old = redis.call(
+  'ZRANGEBYSCORE', KEYS[1] .. ':url:at', '-inf', '(' .. ARGV[1], 'LIMIT', 0, ARGV[2])
 for _, key in ipairs(old) do
   redis.call('HDEL', KEYS[1] .. ':url', key)
   redis.call('ZREM', KEYS[1] .. ':url:at', key)
@@ -77,7 +78,9 @@ end
 local noted = redis.call('HGETALL', KEYS[1] .. ':noted')
 for i = 1, #noted, 2 do
   local row = noted[i] ~= 'n' and cmsgpack.unpack(noted[i + 1])
-  if row and row.ended and row.ended < tonumber(ARGV[1]) then redis.call('HDEL', KEYS[1] .. ':noted', noted[i]) end
+  if row and row.ended and row.ended < tonumber(ARGV[1]) then
+    redis.call('HDEL', KEYS[1] .. ':noted', noted[i])
+  end
 end
 return #old
 """
@@ -121,7 +124,8 @@ LOOK = Script(
 local base, time = KEYS[1], redis.call('TIME')
 local version = redis.call('GET', base .. ':version') or '0'
 if version == ARGV[1] then return {time[1], time[2], version} end
-return {time[1], time[2], version, redis.call('HGETALL', base .. ':slowed'), redis.call('HGETALL', base .. ':own'), redis.call('SMEMBERS', base .. ':exempt')}
+return {time[1], time[2], version, redis.call('HGETALL', base .. ':slowed'),
+  redis.call('HGETALL', base .. ':own'), redis.call('SMEMBERS', base .. ':exempt')}
 """
 )
 

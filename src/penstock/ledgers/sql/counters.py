@@ -4,24 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from penstock.ledgers.sql.history import count
-from penstock.ledgers.sql.ledger import SqlLedger
-from penstock.stores.sql import Tx
+from penstock.ledgers.sql.ledger import LedgerTable
 
 TALLY_SECONDS = 5  # seconds of recent ends in one bucket
 
 
-class SqlCounters:
+class SqlCounters(LedgerTable):
     """Counters. Reading them takes the same time for any number of events."""
-
-    def __init__(self, tx: Tx, ledger: SqlLedger) -> None:
-        self._tx, self._ledger = tx, ledger
 
     def pending(self, topic: str) -> int:
         """Return the number of events of a topic that are accepted and not ended, in O(1)."""
         return (
             self._tx.execute(
-                "SELECT coalesce(sum(n), 0) FROM counter WHERE topic=? AND name IN ('pending','delayed','in_flight','writing')",
+                "SELECT coalesce(sum(n), 0) FROM counter WHERE topic=?"
+                " AND name IN ('pending','delayed','in_flight','writing')",
                 (topic,),
             ).get
             or 0
@@ -31,7 +27,8 @@ class SqlCounters:
         """Return the sum of these counters over all topics."""
         return (
             self._tx.execute(
-                f"SELECT coalesce(sum(n), 0) FROM counter WHERE name IN ({','.join('?' * len(names))})",
+                "SELECT coalesce(sum(n), 0) FROM counter"
+                f" WHERE name IN ({','.join('?' * len(names))})",
                 names,
             ).get
             or 0
@@ -43,20 +40,22 @@ class SqlCounters:
 
     def record_ends(self, topic: str, ended: int, dead: int, now: float) -> None:
         self._tx.execute(
-            "INSERT INTO tally VALUES(?,?,?,?) ON CONFLICT(topic, bucket) DO UPDATE SET ended=tally.ended+excluded.ended, dead=tally.dead+excluded.dead",
+            "INSERT INTO tally VALUES(?,?,?,?) ON CONFLICT(topic, bucket) DO UPDATE"
+            " SET ended=tally.ended+excluded.ended, dead=tally.dead+excluded.dead",
             (topic, int(now / TALLY_SECONDS), ended, dead),
         )
 
     def recent_ends(self, topic: str, seconds: float, now: float) -> tuple[int, int]:
         """Return (ended, dead) events of the last `seconds`."""
         row = self._tx.execute(
-            "SELECT coalesce(sum(ended),0), coalesce(sum(dead),0) FROM tally WHERE topic=? AND bucket>?",
+            "SELECT coalesce(sum(ended),0), coalesce(sum(dead),0) FROM tally WHERE topic=?"
+            " AND bucket>?",
             (topic, int((now - seconds) / TALLY_SECONDS)),
         ).get
         return int(row[0]), int(row[1])
 
     def add(self, topic: str, deltas: Mapping[str, int]) -> None:
-        count(self._tx, topic, deltas)
+        self._count(topic, deltas)
 
     def reset_ends(self, topic: str) -> None:
         self._tx.execute("DELETE FROM tally WHERE topic=?", (topic,))

@@ -9,7 +9,7 @@ import msgspec
 
 from penstock.ports import DeadLetter
 from penstock.ports.reports import Cause, Filter, Letter
-from penstock.stores.sql import Tx
+from penstock.stores.sql import SqlTable
 
 CAUSES = 200  # maximum number of distinct causes that `status` reads
 COUNTED = 10_000  # maximum number of dead letters of one cause that `status` counts
@@ -41,11 +41,8 @@ _LETTER = (
 _LETTER_FIELDS = tuple(f.name for f in msgspec.structs.fields(Letter))
 
 
-class SqlDeadLetterReports:
+class SqlDeadLetterReports(SqlTable):
     """Reports about dead letters, inside one transaction."""
-
-    def __init__(self, tx: Tx) -> None:
-        self._tx = tx
 
     def causes(self, *, most: int = 5) -> list[Cause]:
         """Return the causes with the most dead letters, among the first `CAUSES` fingerprints.
@@ -108,7 +105,8 @@ class SqlDeadLetterReports:
         """
         where, bindings = _where(which)
         groups = self._tx.execute(
-            f"SELECT count(*), fingerprint, max(n), min(n) FROM dead WHERE {where} GROUP BY fingerprint ORDER BY 1 DESC, 3 DESC",
+            f"SELECT count(*), fingerprint, max(n), min(n) FROM dead WHERE {where}"
+            " GROUP BY fingerprint ORDER BY 1 DESC, 3 DESC",
             bindings,
         ).fetchall()
         return [
@@ -155,11 +153,8 @@ class SqlDeadLetterReports:
         ]
 
 
-class SqlDeadLetters:
+class SqlDeadLetters(SqlTable):
     """Dead letters of the ledger."""
-
-    def __init__(self, tx: Tx) -> None:
-        self._tx = tx
 
     def put(self, letter: DeadLetter, now: float) -> None:
         """Store a dead letter. It replaces an older one of the same event, under a new number."""
@@ -189,7 +184,8 @@ class SqlDeadLetters:
     def redrivable(self, event_id: str) -> tuple[int, bytes] | None:
         """Return (n, envelope) of a dead event, or None if it has no dead letter."""
         found: tuple[int, bytes] | None = self._tx.execute(
-            "SELECT e.n, d.envelope FROM dead d JOIN event e ON e.id=d.event WHERE d.event=? AND e.status='dead'",
+            "SELECT e.n, d.envelope FROM dead d JOIN event e ON e.id=d.event WHERE d.event=?"
+            " AND e.status='dead'",
             (event_id,),
         ).get
         return found

@@ -9,16 +9,21 @@ from typing import Literal
 import msgspec
 
 from penstock.ledgers.sql.dead_letters import SqlDeadLetters
-from penstock.ledgers.sql.history import count, count_all, record
-from penstock.ledgers.sql.ledger import SqlLedger
+from penstock.ledgers.sql.ledger import LedgerTable, SqlLedger
 from penstock.model import Event, Reason
 from penstock.ports import DeadLetter, End, EventState, NewEvent, Start
 from penstock.rules.reasons import sentence
 from penstock.stores.sql import Rows, Tx
 
-_FETCHED = "INSERT INTO fetched VALUES(?,?,?) ON CONFLICT(event) DO UPDATE SET page=excluded.page, meta=excluded.meta"
+_FETCHED = (
+    "INSERT INTO fetched VALUES(?,?,?) ON CONFLICT(event) DO UPDATE"
+    " SET page=excluded.page, meta=excluded.meta"
+)
 # `crashes` counts this start as crashed until it ends. A recorded end subtracts it again.
-_BEGIN = "UPDATE event SET status=?, starts=starts+1, crashes=crashes+1, fence=?, worker=?, dispatched_at=?, asked_at=coalesce(?, asked_at) WHERE n=?"
+_BEGIN = (
+    "UPDATE event SET status=?, starts=starts+1, crashes=crashes+1, fence=?, worker=?,"
+    " dispatched_at=?, asked_at=coalesce(?, asked_at) WHERE n=?"
+)
 _FENCE = "SELECT fence FROM event WHERE n=? AND status IN ('in_flight','writing')"
 _ENDED = "crashes=CASE WHEN crashes>0 THEN crashes-1 ELSE 0 END"
 # Condition: the fence belongs to the current start, which has not ended.
@@ -27,11 +32,11 @@ OPEN = frozenset({"pending", "delayed", "in_flight", "writing"})
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class SqlEvents:
+class SqlEvents(LedgerTable):
     """Transitions of events. `engine.lifecycle` decides which follows which."""
 
     def __init__(self, tx: Tx, ledger: SqlLedger) -> None:
-        self._tx, self._ledger = tx, ledger
+        super().__init__(tx, ledger)
         self._fences: dict[int, Rows] = {}  # row -> answer of `prefetch_fences`
 
     def enter(self, rows: Sequence[NewEvent], now: float) -> None:
@@ -64,7 +69,7 @@ class SqlEvents:
             [(n, at) for (n,) in numbers],
         )
         for topic, n in Counter(row.event.topic for row in rows).items():
-            count(self._tx, topic, {"pending": n})
+            self._count(topic, {"pending": n})
 
     def begin(
         self, starts: Sequence[Start], worker: str, now: float, *, writing: bool
@@ -113,7 +118,7 @@ class SqlEvents:
         self._ledger.record_all(self._tx, begun, now, status, worker, None, None)
         for (topic, _), n in list(delta.items()):
             delta[topic, status] -= n
-        count_all(self._tx, delta)
+        self._count_all(delta)
         return fences
 
     def succeed(self, ends: Sequence[End], now: float) -> list[End]:
@@ -206,8 +211,8 @@ class SqlEvents:
             " WHERE n=?",
             (of, now, reason, was.n),
         )
-        record(self._tx, was.n, now, "duplicate", reason=reason)
-        count(self._tx, event.topic, {was.status: -1, "duplicate": 1})
+        self._record(was.n, now, "duplicate", reason=reason)
+        self._count(event.topic, {was.status: -1, "duplicate": 1})
 
     def delay(self, event: Event, was: EventState, until: float, reason: str, now: float) -> None:
         """Delay an event that was not started."""
@@ -215,9 +220,9 @@ class SqlEvents:
             "UPDATE event SET status='delayed', not_before=?, reason=? WHERE n=?",
             (until, reason, was.n),
         )
-        record(self._tx, was.n, now, "delayed", reason=reason)
+        self._record(was.n, now, "delayed", reason=reason)
         if was.status != "delayed":  # a second delay was counted at the first
-            count(self._tx, event.topic, {was.status: -1, "delayed": 1})
+            self._count(event.topic, {was.status: -1, "delayed": 1})
 
     def reopen(
         self,
@@ -242,8 +247,8 @@ class SqlEvents:
         self._tx.execute("UPDATE envelope SET body=? WHERE event=?", (envelope, n))
         for table in ("fetched", "needed"):  # the event is fetched again
             self._tx.execute(f"DELETE FROM {table} WHERE event=?", (n,))
-        record(self._tx, n, now, "pending", reason=reason)
-        count(self._tx, event.topic, {was: -1, "pending": 1})
+        self._record(n, now, "pending", reason=reason)
+        self._count(event.topic, {was: -1, "pending": 1})
 
     def set_position(self, n: int, position: int) -> None:
         """Record the position of an event's message at an external broker."""
@@ -267,5 +272,5 @@ class SqlEvents:
                 " ON CONFLICT(event) DO UPDATE SET page=excluded.page",
                 (end.row, end.meta.page),
             )
-        record(self._tx, end.row, now, status, end=end)
+        self._record(end.row, now, status, end=end)
         return True

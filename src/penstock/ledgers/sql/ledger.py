@@ -2,47 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
-from penstock.ledgers.sql.history import RECORD
-from penstock.ports import Clock
+from penstock.ports import Clock, End
 from penstock.rules.identity import DEFAULT_TRACKING, url_key
-from penstock.stores.sql import SqlStore, Tx
+from penstock.stores.sql import SqlStore, SqlTable, Tx
 
 SCHEMA = """
-CREATE TABLE event(n INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, topic TEXT NOT NULL, position INTEGER, source TEXT NOT NULL,
+CREATE TABLE event(n INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE,
+  topic TEXT NOT NULL, position INTEGER, source TEXT NOT NULL,
   trace TEXT NOT NULL, url TEXT NOT NULL, url_key BLOB NOT NULL,
-  host TEXT NOT NULL, status TEXT NOT NULL, attempts INTEGER NOT NULL DEFAULT 0, starts INTEGER NOT NULL DEFAULT 0,
+  host TEXT NOT NULL, status TEXT NOT NULL, attempts INTEGER NOT NULL DEFAULT 0,
+  starts INTEGER NOT NULL DEFAULT 0,
   crashes INTEGER NOT NULL DEFAULT 0, fence INTEGER NOT NULL DEFAULT 0,
-  accepted_at REAL NOT NULL, dispatched_at REAL, asked_at REAL, finished_at REAL, not_before REAL, response_status INTEGER, response_hash TEXT,
+  accepted_at REAL NOT NULL, dispatched_at REAL, asked_at REAL, finished_at REAL, not_before REAL,
+  response_status INTEGER, response_hash TEXT,
   reason TEXT, worker TEXT, extractors TEXT,
   duplicate_of TEXT, promoted INTEGER NOT NULL DEFAULT 0);
--- Wide and written once: kept apart, so that a change of status rewrites a short row.
+-- Wide and written once, in a separate table, so that a change of status rewrites a short row.
 CREATE TABLE envelope(event INTEGER PRIMARY KEY, body BLOB NOT NULL);
 CREATE TABLE fetched(event INTEGER PRIMARY KEY, page TEXT NOT NULL, meta BLOB NOT NULL);
--- Pages of events that are put off or dead: retention leaves them alone.
+-- Pages of delayed and dead events. Retention keeps them.
 CREATE TABLE needed(event INTEGER PRIMARY KEY, page TEXT NOT NULL);
 CREATE INDEX event_url ON event(url_key, n);
 CREATE INDEX event_trace ON event(trace);
 CREATE INDEX event_delayed ON event(not_before) WHERE status='delayed';
 CREATE INDEX event_duplicate ON event(duplicate_of, n) WHERE duplicate_of IS NOT NULL;
-CREATE TABLE counter(topic TEXT NOT NULL, name TEXT NOT NULL, n INTEGER NOT NULL, PRIMARY KEY(topic, name)) WITHOUT ROWID;
-CREATE TABLE dead(n INTEGER PRIMARY KEY AUTOINCREMENT, event TEXT NOT NULL UNIQUE, topic TEXT NOT NULL, url TEXT NOT NULL, host TEXT NOT NULL,
+CREATE TABLE counter(topic TEXT NOT NULL, name TEXT NOT NULL, n INTEGER NOT NULL,
+  PRIMARY KEY(topic, name)) WITHOUT ROWID;
+CREATE TABLE dead(n INTEGER PRIMARY KEY AUTOINCREMENT, event TEXT NOT NULL UNIQUE,
+  topic TEXT NOT NULL, url TEXT NOT NULL, host TEXT NOT NULL,
   at REAL NOT NULL, stage TEXT NOT NULL, class TEXT NOT NULL,
-  reason TEXT NOT NULL, fingerprint TEXT NOT NULL, detail TEXT NOT NULL, envelope BLOB NOT NULL, headers TEXT NOT NULL);
+  reason TEXT NOT NULL, fingerprint TEXT NOT NULL, detail TEXT NOT NULL, envelope BLOB NOT NULL,
+  headers TEXT NOT NULL);
 CREATE INDEX dead_fingerprint ON dead(fingerprint);
-CREATE TABLE tally(topic TEXT NOT NULL, bucket INTEGER NOT NULL, ended INTEGER NOT NULL, dead INTEGER NOT NULL, PRIMARY KEY(topic, bucket)) WITHOUT ROWID;
-CREATE TABLE seen(trace TEXT NOT NULL, url_key BLOB NOT NULL, at REAL NOT NULL, PRIMARY KEY(trace, url_key)) WITHOUT ROWID;
+CREATE TABLE tally(topic TEXT NOT NULL, bucket INTEGER NOT NULL, ended INTEGER NOT NULL,
+  dead INTEGER NOT NULL, PRIMARY KEY(topic, bucket)) WITHOUT ROWID;
+CREATE TABLE seen(trace TEXT NOT NULL, url_key BLOB NOT NULL, at REAL NOT NULL,
+  PRIMARY KEY(trace, url_key)) WITHOUT ROWID;
 CREATE TABLE cursor(source TEXT PRIMARY KEY, body BLOB, at REAL NOT NULL) WITHOUT ROWID;
 """
 # Append-only. The time in microseconds is part of the key and keeps the order of rows. So one
 # B-tree is enough for writing and reading.
 HISTORY = """
-CREATE TABLE history(event INTEGER NOT NULL, at INTEGER NOT NULL, status TEXT NOT NULL, worker TEXT, stage TEXT, class TEXT, reason TEXT,
+CREATE TABLE history(event INTEGER NOT NULL, at INTEGER NOT NULL, status TEXT NOT NULL,
+  worker TEXT, stage TEXT, class TEXT, reason TEXT,
   PRIMARY KEY(event, at, status)) WITHOUT ROWID;
 """
+COUNT = (
+    "INSERT INTO counter VALUES(?,?,?) ON CONFLICT(topic, name) DO UPDATE"
+    " SET n=counter.n+excluded.n"
+)
+RECORD = (
+    "INSERT INTO history(event, at, status, worker, stage, class, reason)"
+    " VALUES(?,?,?,?,?,?,?) ON CONFLICT(event, at, status)"
+    " DO UPDATE SET worker=excluded.worker, stage=excluded.stage, class=excluded.class,"
+    " reason=excluded.reason"
+)
 STATE = "e.id, e.n, e.status, e.attempts, e.starts, e.crashes, e.accepted_at, e.not_before, e.fence"
 
 
@@ -95,3 +114,35 @@ class SqlLedger:
                 "SELECT coalesce((SELECT seq FROM sqlite_sequence WHERE name='event'), 0)"
             ).get
         )
+
+
+class LedgerTable(SqlTable):
+    """Base of the ledger's tables that need its state, or write history and counters."""
+
+    def __init__(self, tx: Tx, ledger: SqlLedger) -> None:
+        super().__init__(tx)
+        self._ledger = ledger
+
+    def _count(self, topic: str, deltas: Mapping[str, int]) -> None:
+        """Add to the counters of one topic."""
+        self._tx.executemany(COUNT, [(topic, str(name), d) for name, d in deltas.items() if d])
+
+    def _count_all(self, deltas: Counter[tuple[str, str]]) -> None:
+        """Add to counters by (topic, name)."""
+        self._tx.executemany(COUNT, [(*k, d) for k, d in deltas.items() if d])
+
+    def _record(
+        self,
+        n: int,
+        now: float,
+        status: str,
+        *,
+        reason: str | None = None,
+        worker: str | None = None,
+        end: End | None = None,
+    ) -> None:
+        """Add a line to an event's history, from `end` if it is given."""
+        stage = error_class = None
+        if end is not None:
+            stage, error_class, reason = end.stage, end.error_class or None, end.reason
+        self._tx.execute(RECORD, (n, int(now * 1e6), status, worker, stage, error_class, reason))

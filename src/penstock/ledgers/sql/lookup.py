@@ -6,19 +6,15 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock.ledgers.sql.ledger import SqlLedger
+from penstock.ledgers.sql.ledger import LedgerTable
 from penstock.ports import Baseline, EventState, PageMeta
 from penstock.rules.freshness import Claim
-from penstock.stores.sql import Tx
 
 decode_meta = msgspec.msgpack.Decoder(PageMeta).decode
 
 
-class SqlEventLookup:
+class SqlEventLookup(LedgerTable):
     """Reads of events for decisions, inside one transaction."""
-
-    def __init__(self, tx: Tx, ledger: SqlLedger) -> None:
-        self._tx, self._ledger = tx, ledger
 
     def known(self, event_ids: Sequence[str]) -> set[str]:
         """Return those ids that were accepted before."""
@@ -74,7 +70,8 @@ class SqlEventLookup:
         Return None if the event is not a success or has no page.
         """
         row = self._tx.execute(
-            "SELECT f.page, f.meta, e.extractors FROM event e JOIN fetched f ON f.event=e.n WHERE e.id=? AND e.status='success'",
+            "SELECT f.page, f.meta, e.extractors FROM event e JOIN fetched f ON f.event=e.n"
+            " WHERE e.id=? AND e.status='success'",
             (event_id,),
         ).get
         if row is None:
@@ -117,7 +114,8 @@ class SqlEventLookup:
         ).get
         return dict(
             self._tx.execute(
-                "SELECT class, count(*) FROM history WHERE event=? AND at>? AND status='delayed' AND class<>'' GROUP BY class",
+                "SELECT class, count(*) FROM history WHERE event=? AND at>?"
+                " AND status='delayed' AND class<>'' GROUP BY class",
                 (n, since),
             )
         )

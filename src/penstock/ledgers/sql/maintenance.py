@@ -7,12 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 from penstock.ledgers.sql.counters import TALLY_SECONDS
 from penstock.ledgers.sql.dead_letters import SqlDeadLetters
-from penstock.ledgers.sql.history import count, count_all, record
-from penstock.ledgers.sql.ledger import SqlLedger
+from penstock.ledgers.sql.ledger import LedgerTable
 from penstock.model import Reason
 from penstock.ports import DeadLetter, StoredEvent
 from penstock.rules.reasons import sentence
-from penstock.stores.sql import Tx
 
 _STORED = (
     "SELECT e.n, e.id, e.topic, e.status, e.url, e.host, v.body"
@@ -20,11 +18,8 @@ _STORED = (
 )
 
 
-class SqlEventMaintenance:
+class SqlEventMaintenance(LedgerTable):
     """Periodic work on events, and operators' changes."""
-
-    def __init__(self, tx: Tx, ledger: SqlLedger) -> None:
-        self._tx, self._ledger = tx, ledger
 
     def has_due(self, now: float) -> bool:
         """Return True if an event is due and the ledger still records it as delayed."""
@@ -43,10 +38,10 @@ class SqlEventMaintenance:
         delta: Counter[tuple[str, str]] = Counter()
         for n, topic in rows:
             self._tx.execute("UPDATE event SET status='pending' WHERE n=?", (n,))
-            record(self._tx, n, now, "pending", reason=sentence(Reason.DUE))
+            self._record(n, now, "pending", reason=sentence(Reason.DUE))
             delta[topic, "delayed"] -= 1
             delta[topic, "pending"] += 1
-        count_all(self._tx, delta)
+        self._count_all(delta)
 
     def requeue_from(self, worker: str, ids: Sequence[str], now: float) -> int:
         """Record events of an ended worker as pending. Return how many were in flight.
@@ -56,17 +51,16 @@ class SqlEventMaintenance:
         delta: Counter[tuple[str, str]] = Counter()
         for id_ in ids:
             row = self._tx.execute(
-                "UPDATE event SET status='pending', fence=fence+1 WHERE id=? AND worker=? AND status='in_flight' RETURNING n, topic",
+                "UPDATE event SET status='pending', fence=fence+1 WHERE id=? AND worker=?"
+                " AND status='in_flight' RETURNING n, topic",
                 (id_, worker),
             ).get
             if row is not None:
                 n, topic = row
-                record(
-                    self._tx, n, now, "pending", reason=sentence(Reason.WORKER_GONE), worker=worker
-                )
+                self._record(n, now, "pending", reason=sentence(Reason.WORKER_GONE), worker=worker)
                 delta[topic, "in_flight"] -= 1
                 delta[topic, "pending"] += 1
-        count_all(self._tx, delta)
+        self._count_all(delta)
         return -sum(d for (_, status), d in delta.items() if status == "in_flight")
 
     def stalled(self, before: float, limit: int) -> list[tuple[int, str, bytes]]:
@@ -75,14 +69,15 @@ class SqlEventMaintenance:
         Their messages may be lost. Reads all events.
         """
         return self._tx.execute(
-            "SELECT e.n, e.id, v.body FROM event e JOIN envelope v ON v.event=e.n WHERE e.status IN ('pending','in_flight','writing')"
+            "SELECT e.n, e.id, v.body FROM event e JOIN envelope v ON v.event=e.n"
+            " WHERE e.status IN ('pending','in_flight','writing')"
             " AND (SELECT max(h.at) FROM history h WHERE h.event=e.n)<? ORDER BY e.n LIMIT ?",
             (int(before * 1e6), limit),
         ).fetchall()
 
     def note(self, n: int, status: str, reason: str, now: float) -> None:
         """Add a line to an event's history, without a change of status."""
-        record(self._tx, n, now, status, reason=reason)
+        self._record(n, now, status, reason=reason)
 
     def waiting_on(self, topic: str, limit: int) -> list[StoredEvent]:
         """Return open events whose next message is on this topic. Reads all events."""
@@ -110,9 +105,9 @@ class SqlEventMaintenance:
             "UPDATE event SET status='dead', finished_at=?, reason=? WHERE n=?",
             (now, letter.reason, event.n),
         )
-        record(self._tx, event.n, now, "dead", reason=letter.reason)
+        self._record(event.n, now, "dead", reason=letter.reason)
         SqlDeadLetters(self._tx).put(letter, now)
-        count(self._tx, event.topic, {event.status: -1, "dead": 1})
+        self._count(event.topic, {event.status: -1, "dead": 1})
 
     def parked(self, host: str, reasons: Sequence[str]) -> list[tuple[int, int]]:
         """Return (number, position) of a host's delayed events with one of these reasons.
@@ -121,7 +116,8 @@ class SqlEventMaintenance:
         """
         wanted = ",".join("?" * len(reasons))
         return self._tx.execute(
-            f"SELECT n, position FROM event WHERE status='delayed' AND host=? AND reason IN ({wanted})",
+            "SELECT n, position FROM event WHERE status='delayed' AND host=?"
+            f" AND reason IN ({wanted})",
             (host, *reasons),
         ).fetchall()
 
@@ -142,7 +138,8 @@ class SqlEventMaintenance:
         # Each call reads `limit` rows, and the next call continues after them. So old rows that
         # must stay do not block the rest of the table.
         stretch = self._tx.execute(
-            "SELECT n, status, finished_at, accepted_at, url_key, id FROM event WHERE n>? ORDER BY n LIMIT ?",
+            "SELECT n, status, finished_at, accepted_at, url_key, id FROM event WHERE n>?"
+            " ORDER BY n LIMIT ?",
             (self._ledger.pruned, limit),
         ).fetchall()
         self._ledger.pruned = (
@@ -163,7 +160,8 @@ class SqlEventMaintenance:
             (int((self._ledger.clock.now() - 3600) / TALLY_SECONDS),),
         )
         self._tx.execute(
-            "DELETE FROM seen WHERE (trace, url_key) IN (SELECT trace, url_key FROM seen WHERE at<? LIMIT ?)",
+            "DELETE FROM seen WHERE (trace, url_key) IN (SELECT trace, url_key FROM seen"
+            " WHERE at<? LIMIT ?)",
             (before, limit),
         )
         return len(rows)

@@ -16,13 +16,17 @@ from penstock.ports import End, Line, Row
 from penstock.stores.sql import SqlStore, Tx
 
 SCHEMA = """
-CREATE TABLE record(extractor TEXT NOT NULL, key TEXT NOT NULL, url_key BLOB NOT NULL, hash BLOB NOT NULL, fields BLOB NOT NULL, n INTEGER NOT NULL,
+CREATE TABLE record(extractor TEXT NOT NULL, key TEXT NOT NULL, url_key BLOB NOT NULL,
+  hash BLOB NOT NULL, fields BLOB NOT NULL, n INTEGER NOT NULL,
   PRIMARY KEY(extractor, key)) WITHOUT ROWID;
-CREATE TABLE sink(id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE, next INTEGER NOT NULL DEFAULT 1, flushed INTEGER NOT NULL DEFAULT 0,
+CREATE TABLE sink(id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE,
+  next INTEGER NOT NULL DEFAULT 1, flushed INTEGER NOT NULL DEFAULT 0,
   mark TEXT NOT NULL DEFAULT '');
-CREATE TABLE outbox(sink INTEGER NOT NULL, n INTEGER NOT NULL, key TEXT NOT NULL, body BLOB NOT NULL, ord INTEGER NOT NULL, PRIMARY KEY(sink,
-  n)) WITHOUT ROWID;
-CREATE TABLE change(n INTEGER PRIMARY KEY AUTOINCREMENT, body BLOB NOT NULL, tries INTEGER NOT NULL DEFAULT 0, error TEXT);
+CREATE TABLE outbox(sink INTEGER NOT NULL, n INTEGER NOT NULL, key TEXT NOT NULL,
+  body BLOB NOT NULL, ord INTEGER NOT NULL,
+  PRIMARY KEY(sink, n)) WITHOUT ROWID;
+CREATE TABLE change(n INTEGER PRIMARY KEY AUTOINCREMENT, body BLOB NOT NULL,
+  tries INTEGER NOT NULL DEFAULT 0, error TEXT);
 """
 TableWriter: TypeAlias = Callable[[Tx, Sequence[Row]], None]
 _json = msgspec.json.Encoder().encode
@@ -72,7 +76,8 @@ class SqlOutbox:
         ]
         places = dict.fromkeys([group[0] for group in groups])
         rows = self._tx.executemany(
-            "SELECT extractor, key, url_key, hash, fields, n FROM record WHERE extractor=? AND key=?",
+            "SELECT extractor, key, url_key, hash, fields, n FROM record WHERE extractor=?"
+            " AND key=?",
             places,
         ).fetchall()
         known: dict[tuple[str, str], tuple[Any, ...]] = {(row[0], row[1]): row for row in rows}
@@ -113,7 +118,8 @@ class SqlOutbox:
                 known[place] = fresh[place] = (*place, url_key, hash_, last.fields, n)
         self._tx.executemany(
             "INSERT INTO record VALUES(?,?,?,?,?,?) ON CONFLICT(extractor, key)"
-            " DO UPDATE SET url_key=excluded.url_key, hash=excluded.hash, fields=excluded.fields, n=excluded.n",
+            " DO UPDATE SET url_key=excluded.url_key, hash=excluded.hash, fields=excluded.fields,"
+            " n=excluded.n",
             list(fresh.values()),
         )
         return lines

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from penstock.ports import Clock, Out, QueueAudit
-from penstock.stores.sql import SqlStore, Tx
+from penstock.stores.sql import SqlStore, SqlTable, Tx
 
 SCHEMA = """
 -- Messages to publish: inserted with the row they belong to, deleted when the broker has confirmed
@@ -28,11 +28,8 @@ def create(db: SqlStore) -> None:
     db.part("relay", 1, SCHEMA)
 
 
-class SqlOutgoing:
+class SqlOutgoing(SqlTable):
     """Messages that wait to be published on an external broker, and paused topics."""
-
-    def __init__(self, tx: Tx) -> None:
-        self._tx = tx
 
     def add(self, message: Out, *, due: float, reserved_until: float) -> int:
         m = message
@@ -106,11 +103,8 @@ class SqlOutgoing:
         return dict(self._tx.execute("SELECT topic, reason FROM pausing").fetchall())
 
 
-class SqlMembers:
+class SqlMembers(SqlTable):
     """Workers that are alive, as far as the other workers know."""
-
-    def __init__(self, tx: Tx) -> None:
-        self._tx = tx
 
     def heartbeat(self, worker: str, until: float) -> None:
         self._tx.execute(

@@ -11,9 +11,8 @@ from typing import Any
 
 import msgspec
 
-from penstock.ledgers.sql import audit
 from penstock.ledgers.sql.dead_letters import SqlDeadLetterReports
-from penstock.ports import QueueAudit, QueueReports
+from penstock.ports import QueueAudit, QueueReports, Status
 from penstock.ports.reports import (
     SCAN,
     Audit,
@@ -27,6 +26,7 @@ from penstock.ports.reports import (
 )
 from penstock.stores.sql import Tx
 
+_STATUSES = frozenset(status.value for status in Status)
 STATES = ("pending", "in_flight", "delayed", "success", "duplicate", "dead")
 # Maximum number of leased events in one statement. A fleet holds fewer, and a statement of
 # PostgreSQL takes at most 65,535 values.
@@ -90,7 +90,40 @@ class SqlReports(SqlDeadLetterReports):
         )
 
     def audit(self, queue: QueueAudit, *, entered: int | None) -> Audit:
-        return audit.audit(self._tx, queue, entered=entered)
+        """Count the ledger's figures that must agree. `queue` contains the figures of the broker.
+
+        Whole tables are counted, so the audit is slow.
+        """
+        return Audit(
+            counters={
+                (t, s): n
+                for t, s, n in self._tx.execute("SELECT topic, name, n FROM counter")
+                if s in _STATUSES
+            },
+            rows={
+                (t, s): n
+                for t, s, n in self._tx.execute(
+                    "SELECT topic, status, count(*) FROM event GROUP BY topic, status"
+                )
+            },
+            entered=entered,
+            queue=queue,
+            letterless=int(
+                self._tx.execute(
+                    "SELECT count(*) FROM dead d JOIN event e ON e.id=d.event WHERE e.status<>'dead'"
+                ).get
+            ),
+            outbox=self._tx.execute(
+                "SELECT s.name, s.next-1-s.flushed, (SELECT count(*) FROM outbox o"
+                " WHERE o.sink=s.id) FROM sink s"
+            ).fetchall(),
+            future=(
+                self._tx.execute(
+                    "SELECT max(accepted_at) FROM event WHERE n>(SELECT max(n) FROM event)-1000"
+                ).get
+                or 0.0
+            ),
+        )
 
     def delays(self) -> tuple[list[Waiting], int]:
         """Return (reasons of delayed events, number of events read).
@@ -100,7 +133,8 @@ class SqlReports(SqlDeadLetterReports):
         found: dict[str, tuple[int, float]] = {}
         seen = 0
         for reason, at in self._tx.execute(
-            "SELECT reason, not_before FROM event WHERE status='delayed' ORDER BY not_before LIMIT ?",
+            "SELECT reason, not_before FROM event WHERE status='delayed'"
+            " ORDER BY not_before LIMIT ?",
             (SAMPLE,),
         ):
             seen += 1
@@ -124,8 +158,7 @@ class SqlReports(SqlDeadLetterReports):
         return [_event_row(row) for row in rows]
 
     def event(self, id_: str) -> EventRow | None:
-        found = self._rows("WHERE e.id=?", (id_,))
-        return found[0] if found else None
+        return next(iter(self._rows("WHERE e.id=?", (id_,))), None)
 
     def ids_like(self, prefix: str, most: int = 6) -> list[str]:
         """Return event ids that start with `prefix`."""
@@ -150,8 +183,7 @@ class SqlReports(SqlDeadLetterReports):
         return found
 
     def newest(self) -> EventRow | None:
-        found = self._rows("WHERE e.n=(SELECT max(n) FROM event)")
-        return found[0] if found else None
+        return next(iter(self._rows("WHERE e.n=(SELECT max(n) FROM event)")), None)
 
     def of_url(self, key: bytes, most: int) -> list[EventRow]:
         """Return events of a URL, newest first."""
@@ -171,7 +203,8 @@ class SqlReports(SqlDeadLetterReports):
 
     def history(self, n: int) -> list[Step]:
         rows = self._tx.execute(
-            "SELECT at, status, worker, stage, class, reason FROM history WHERE event=? ORDER BY at LIMIT ?",
+            "SELECT at, status, worker, stage, class, reason FROM history WHERE event=?"
+            " ORDER BY at LIMIT ?",
             (n, SAMPLE),
         )
         return [
@@ -260,7 +293,8 @@ class SqlReports(SqlDeadLetterReports):
     def page_of_url(self, key: bytes, sizes: Sizes) -> str | None:
         """Return the newest page of a URL that is still stored."""
         found = self._tx.execute(
-            "SELECT f.page FROM event e JOIN fetched f ON f.event=e.n WHERE e.url_key=? ORDER BY e.n DESC LIMIT 100",
+            "SELECT f.page FROM event e JOIN fetched f ON f.event=e.n WHERE e.url_key=?"
+            " ORDER BY e.n DESC LIMIT 100",
             (key,),
         ).fetchall()
         pages = [str(page) for (page,) in found]
@@ -270,7 +304,8 @@ class SqlReports(SqlDeadLetterReports):
     def event_of_page(self, page: str) -> EventRow | None:
         """Return the newest event that fetched this page, among the newest `SCAN` events."""
         found = self._rows(
-            "WHERE e.n=(SELECT max(event) FROM fetched WHERE page=? AND event>(SELECT max(event) FROM fetched)-?)",
+            "WHERE e.n=(SELECT max(event) FROM fetched WHERE page=?"
+            " AND event>(SELECT max(event) FROM fetched)-?)",
             (page, SCAN),
         )
         return found[0] if found else None
@@ -285,7 +320,10 @@ class SqlReports(SqlDeadLetterReports):
         """
         condition, bindings = ("", ()) if host is None else ("WHERE e.host=?", (host,))
         stretch = "SELECT event, page, meta FROM fetched WHERE event<? ORDER BY event DESC LIMIT ?"
-        query = f"SELECT {_COLUMNS} FROM ({stretch}) AS f JOIN event e ON e.n=f.event LEFT JOIN envelope v ON v.event=e.n {condition} ORDER BY f.event DESC"
+        query = (
+            f"SELECT {_COLUMNS} FROM ({stretch}) AS f JOIN event e ON e.n=f.event LEFT"
+            f" JOIN envelope v ON v.event=e.n {condition} ORDER BY f.event DESC"
+        )
         seen: set[str] = set()
         before = 2**62
         for _ in range(SCAN // STRETCH):

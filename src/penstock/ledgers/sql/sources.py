@@ -5,27 +5,24 @@ from __future__ import annotations
 from typing import Unpack
 
 from penstock.ports import SourceNote, SourceState
-from penstock.stores.sql import SqlStore, Tx
+from penstock.stores.sql import SqlStore, SqlTable
 
 SCHEMA = """
-CREATE TABLE source(name TEXT PRIMARY KEY, url TEXT NOT NULL, paused TEXT, generation INTEGER NOT NULL DEFAULT 0, worker TEXT,
-  settled_at REAL, looked_at REAL, next_at REAL, event_at REAL, events INTEGER NOT NULL DEFAULT 0, known INTEGER NOT NULL DEFAULT 0,
-  skipped INTEGER NOT NULL DEFAULT 0, refused INTEGER NOT NULL DEFAULT 0, error TEXT, error_at REAL, lag REAL, backlog INTEGER, position TEXT);
+CREATE TABLE source(name TEXT PRIMARY KEY, url TEXT NOT NULL, paused TEXT,
+  generation INTEGER NOT NULL DEFAULT 0, worker TEXT,
+  settled_at REAL, looked_at REAL, next_at REAL, event_at REAL, events INTEGER NOT NULL DEFAULT 0,
+  known INTEGER NOT NULL DEFAULT 0,
+  skipped INTEGER NOT NULL DEFAULT 0, refused INTEGER NOT NULL DEFAULT 0, error TEXT,
+  error_at REAL, lag REAL, backlog INTEGER, position TEXT);
 """
 _COLUMNS = (
     "name, url, paused, generation, worker, settled_at, looked_at, next_at, event_at, events, "
     "known, skipped, refused, error, error_at, lag, backlog, position"
 )
-_NOTABLE = frozenset(
-    "worker settled_at looked_at next_at error error_at lag backlog position".split()  # noqa: SIM905
-)
 
 
-class SqlSources:
+class SqlSources(SqlTable):
     """State and cursors of sources."""
-
-    def __init__(self, tx: Tx) -> None:
-        self._tx = tx
 
     @staticmethod
     def create(db: SqlStore) -> None:
@@ -45,7 +42,8 @@ class SqlSources:
 
     def declare(self, name: str, url: str) -> None:
         self._tx.execute(
-            "INSERT INTO source(name, url) VALUES(?,?) ON CONFLICT(name) DO UPDATE SET url=excluded.url",
+            "INSERT INTO source(name, url) VALUES(?,?) ON CONFLICT(name) DO UPDATE"
+            " SET url=excluded.url",
             (name, url),
         )
 
@@ -68,13 +66,14 @@ class SqlSources:
         self, name: str, *, new: int, known: int, skipped: int, refused: int, now: float
     ) -> None:
         self._tx.execute(
-            "UPDATE source SET events=events+?, known=known+?, skipped=skipped+?, refused=refused+?,"
+            "UPDATE source SET events=events+?, known=known+?, skipped=skipped+?,"
+            " refused=refused+?,"
             " event_at=CASE WHEN ?>0 THEN ? ELSE event_at END, looked_at=? WHERE name=?",
             (new, known, skipped, refused, new, now, now, name),
         )
 
     def note(self, name: str, **values: Unpack[SourceNote]) -> None:
-        assert _NOTABLE.issuperset(values)
+        assert SourceNote.__annotations__.keys() >= values.keys()
         self._tx.execute(
             f"UPDATE source SET {', '.join(f'{column}=?' for column in values)} WHERE name=?",
             (*values.values(), name),
@@ -89,6 +88,7 @@ class SqlSources:
         The next round is due now, and the current round is abandoned.
         """
         self._tx.execute(
-            "UPDATE source SET generation=generation+1, next_at=NULL, settled_at=NULL, error=NULL, position=NULL WHERE name=?",
+            "UPDATE source SET generation=generation+1, next_at=NULL, settled_at=NULL,"
+            " error=NULL, position=NULL WHERE name=?",
             (name,),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicCollection, TopicPartition
@@ -22,20 +23,16 @@ class Client:
     """Consumer that is used by one thread. Its methods block, and raise SourceDown."""
 
     def __init__(self, topic: Topic, group: str) -> None:
+        """Create the consumer without connecting to the servers."""
         self.topic = topic
         self.at: dict[int, int] = {}  # next offset of each partition
-        self._group = group
-        self._consumer: Consumer | None = None
         self._ended: set[int] = set()  # partitions that are read to their end
         self._last_error: KafkaError | None = None
         self._may_be_down = False
         # Error that followed messages. The next call of `take` raises it.
         self._deferred_error: KafkaError | None = None
-
-    def open(self) -> tuple[str, str, dict[int, tuple[int, int]]]:
-        """Connect. Return cluster id, topic id, and first and next offset of each partition."""
         conf: dict[str, Any] = {
-            "group.id": self._group,
+            "group.id": group,
             "enable.auto.commit": False,
             "enable.auto.offset.store": False,
             "auto.offset.reset": "error",  # a gap is reported and never skipped silently
@@ -54,12 +51,15 @@ class Client:
                 f"{self.topic.label}: {e}",
                 hint="check the options of the source, especially those that start with rdkafka.",
             ) from None
+
+    def open(self) -> tuple[str, str, dict[int, tuple[int, int]]]:
+        """Connect. Return cluster id, topic id, and first and next offset of each partition."""
         cluster, partitions = self._metadata()
         ranges = {}
         for p in partitions:
             found = self._call(
                 "requesting offsets",
-                self._connected.get_watermark_offsets,
+                self._consumer.get_watermark_offsets,
                 TopicPartition(self.topic.name, p),
                 timeout=self.topic.timeout,
             )
@@ -70,15 +70,10 @@ class Client:
             ranges[p] = found
         return cluster, self._topic_id(), ranges
 
-    @property
-    def _connected(self) -> Consumer:
-        assert self._consumer is not None
-        return self._consumer
-
     def _metadata(self) -> tuple[str, list[int]]:
         found = self._call(
             "requesting its partitions",
-            self._connected.list_topics,
+            self._consumer.list_topics,
             self.topic.name,
             timeout=self.topic.timeout,
         )
@@ -103,7 +98,7 @@ class Client:
         self._ended = set()
         self._call(
             "reading",
-            self._connected.assign,
+            self._consumer.assign,
             [TopicPartition(self.topic.name, p, offset) for p, offset in at.items()],
         )
 
@@ -113,7 +108,7 @@ class Client:
         if new:
             self._call(
                 "reading",
-                self._connected.incremental_assign,
+                self._consumer.incremental_assign,
                 [TopicPartition(self.topic.name, p, 0) for p in new],
             )
             self.at |= dict.fromkeys(new, 0)
@@ -128,11 +123,12 @@ class Client:
         found: list[Message] = []
         wait = POLL_TIMEOUT
         while len(found) < limit and size > 0:
-            m: Any = self._call("reading", self._connected.poll, wait)
+            m: Any = self._call("reading", self._consumer.poll, wait)
             if m is None:
-                if not wait or found:
-                    break
-                self._check_servers()
+                if wait and not found and self._may_be_down:
+                    # After an error, see whether the servers are reachable again.
+                    self._metadata()
+                    self._may_be_down, self._last_error = False, None
                 break
             p, offset = m.partition(), m.offset()
             if (error := m.error()) is not None:
@@ -167,12 +163,6 @@ class Client:
             wait = 0.0
         return found
 
-    def _check_servers(self) -> None:
-        """After an error, request the metadata to see whether the servers are reachable again."""
-        if self._may_be_down:
-            self._metadata()
-            self._may_be_down, self._last_error = False, None
-
     @property
     def is_at_end(self) -> bool:
         return self._ended >= self.at.keys()
@@ -182,7 +172,7 @@ class Client:
         total = 0
         for p, offset in self.at.items():
             try:
-                _, high = self._connected.get_watermark_offsets(
+                _, high = self._consumer.get_watermark_offsets(
                     TopicPartition(self.topic.name, p), cached=True
                 )
             except (KafkaException, TypeError):
@@ -194,20 +184,18 @@ class Client:
 
     def commit(self, at: Mapping[int, int]) -> None:
         """Commit offsets for monitoring tools. Errors are ignored."""
-        try:
-            self._connected.commit(
+        with suppress(KafkaException):
+            self._consumer.commit(
                 offsets=[TopicPartition(self.topic.name, p, offset) for p, offset in at.items()],
                 asynchronous=True,
             )
-        except KafkaException:
-            pass
 
     def offsets_at(self, time: float, ranges: Mapping[int, tuple[int, int]]) -> dict[int, int]:
         """Return the first offset of each partition at or after this time (epoch seconds)."""
         wanted = [TopicPartition(self.topic.name, p, max(0, int(time * 1000))) for p in ranges]
         found = self._call(
             "requesting offsets by time",
-            self._connected.offsets_for_times,
+            self._consumer.offsets_for_times,
             wanted,
             timeout=self.topic.timeout,
         )
@@ -216,9 +204,7 @@ class Client:
         }
 
     def close(self) -> None:
-        if self._consumer is not None:
-            consumer, self._consumer = self._consumer, None
-            consumer.close()
+        self._consumer.close()
 
     # -- errors ------------------------------------------------------------------------------------
 
@@ -245,9 +231,8 @@ class Client:
                 hint="reading continues with the messages that exist",
                 after=0.0,
             )
-        if self._consumer is not None:
-            # librdkafka calls `_on_error` only during a poll. This client is not used after the
-            # error, so no message is lost.
-            self._consumer.poll(0.1)
+        # librdkafka calls `_on_error` only during a poll. This client is not used after the error,
+        # so no message is lost.
+        self._consumer.poll(0.1)
         message, hint = sentence(self.topic, weightier(self._last_error, error), activity)
         return SourceDown(message, hint=hint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -229,8 +230,7 @@ def _debezium_change(
 
     `unwrapped`: a row without any field of Debezium is also a change.
     """
-    if isinstance(value, dict) and value.keys() == {"schema", "payload"}:
-        value = value["payload"]
+    value = _without_schema(value)
     if not isinstance(value, dict):
         return None
     op = value.get("op")
@@ -250,23 +250,14 @@ def _debezium_change(
     row = {name: field for name, field in value.items() if not name.startswith("__")}
     extra = {
         name.removeprefix("__").removeprefix("source_"): field
-        for name, field in value.items()
+        for name, field in (*value.items(), *added.items())
         if name.startswith("__")
-    }
-    extra |= {
-        name.removeprefix("__").removeprefix("source_"): field for name, field in added.items()
     }
     return DebeziumChange(op if op in OPERATIONS else None, row, extra, extra.get("ts_ms"))
 
 
 def _row(value: Mapping[str, Any], op: str) -> dict[str, Any]:
-    row = (
-        value.get("before")
-        if op == "d"
-        else value.get("message")
-        if op == "m"
-        else value.get("after")
-    )
+    row = value.get({"d": "before", "m": "message"}.get(op, "after"))
     if isinstance(row, str):  # MongoDB documents are sent as JSON text
         row = _json(row.encode())
     return row if isinstance(row, dict) else {} if row is None else {"value": row}
@@ -274,12 +265,11 @@ def _row(value: Mapping[str, Any], op: str) -> dict[str, Any]:
 
 def _cdc(change: DebeziumChange) -> dict[str, Any]:
     source = change.source
-    table = source.get("table") or source.get("collection")
     found = {
         "op": change.op,
         "db": source.get("db"),
         "schema": source.get("schema"),
-        "table": table,
+        "table": source.get("table") or source.get("collection"),
         "lsn": source.get("lsn"),
         "tx": source.get("txId"),
         "ts_ms": source.get("ts_ms") or change.ts_ms,
@@ -363,14 +353,15 @@ def _key(raw: bytes | None) -> Any:
     if raw is None:
         return None
     if raw[:1] == b"{":
-        try:
-            key = _json(raw)
-        except UnreadableMessage:
-            return as_text(raw)
-        return (
-            key["payload"] if isinstance(key, dict) and key.keys() == {"schema", "payload"} else key
-        )
+        with contextlib.suppress(UnreadableMessage):
+            return _without_schema(_json(raw))
     return as_text(raw)
+
+
+def _without_schema(value: Any) -> Any:
+    """Return the payload of a value that has its schema with it, and any other value unchanged."""
+    has_schema = isinstance(value, dict) and value.keys() == {"schema", "payload"}
+    return value["payload"] if has_schema else value
 
 
 def _kafka(m: Message) -> dict[str, Any]:

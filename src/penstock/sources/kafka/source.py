@@ -15,6 +15,7 @@ import re
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, suppress
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -95,25 +96,21 @@ class KafkaSource(BaseSource):
         # A gap that was raised as an error already. The next attempt continues after it.
         self._reported_gap: str = ""
 
-    async def read(self, cursor: bytes | None) -> AsyncGenerator[Batch, None]:
-        async for batch in self._batches(cursor, commit=bool(self.options.group)):
-            yield batch
+    def read(self, cursor: bytes | None) -> AsyncGenerator[Batch, None]:
+        return self._batches(cursor, commit=bool(self.options.group))
 
     async def preview(self, cursor: bytes | None, limit: int) -> Sequence[Finding]:
         found: list[Finding] = []
-        batches = self._batches(cursor, commit=False)
-        try:
+        async with aclosing(self._batches(cursor, commit=False)) as batches:
             async for batch in batches:
                 found += batch.findings
                 if len(found) >= limit or batch.idle:
                     break
-        finally:
-            await batches.aclose()
         return found[:limit]
 
     async def _batches(self, cursor: bytes | None, *, commit: bool) -> AsyncGenerator[Batch, None]:
-        thread = ThreadPoolExecutor(1, thread_name_prefix=f"kafka-{self.name}")
         client = Client(self.topic, self.options.group or _GROUP)
+        thread = ThreadPoolExecutor(1, thread_name_prefix=f"kafka-{self.name}")
 
         async def run(work: Callable[..., T], *args: Any) -> T:
             return await asyncio.get_running_loop().run_in_executor(thread, work, *args)
@@ -124,7 +121,13 @@ class KafkaSource(BaseSource):
                 yield Batch(cursor=_pack(recorded))
             committed: Mapping[int, int] = {}
             refreshed_at = time.monotonic()
-            reader = self._reader(recorded)
+            reader = MessageReader(
+                format=self.options.format,
+                operations=self.options.operations,
+                tombstones=self.options.tombstones,
+                cluster=recorded.cluster,
+                topic_id=recorded.topic,
+            )
             while True:
                 if time.monotonic() - refreshed_at > self.refresh:
                     refreshed_at = time.monotonic()
@@ -134,17 +137,13 @@ class KafkaSource(BaseSource):
                 moved = at != recorded.at
                 recorded = msgspec.structs.replace(recorded, at=at)
                 idle = not messages and client.is_at_end
-                now = self.context.clock.now()
-                lag = (
-                    0.0
-                    if idle
-                    else max((now - m.at for m in messages[-1:] if m.at is not None), default=None)
-                )
+                last = messages[-1].at if messages else None
+                lag = None if last is None else max(0.0, self.context.clock.now() - last)
                 yield Batch(
                     findings=findings,
                     cursor=_pack(recorded) if moved else None,
                     idle=idle,
-                    lag=None if lag is None else max(0.0, lag),
+                    lag=0.0 if idle else lag,
                     backlog=client.backlog(),
                 )
                 if commit and at != committed:
@@ -155,16 +154,6 @@ class KafkaSource(BaseSource):
                 await run(client.close)
             finally:
                 thread.shutdown(wait=False)
-
-    def _reader(self, at: Cursor) -> MessageReader:
-        o = self.options
-        return MessageReader(
-            format=o.format,
-            operations=o.operations,
-            tombstones=o.tombstones,
-            cluster=at.cluster,
-            topic_id=at.topic,
-        )
 
     # -- start offsets: in the client's thread -----------------------------------------------------
 
@@ -258,10 +247,8 @@ class KafkaSource(BaseSource):
         return at
 
     def _time(self, to: str) -> float:
-        try:
+        with suppress(ValueError):
             return self.context.clock.now() - units.duration(to)
-        except ValueError:
-            pass
         try:
             time_given = datetime.fromisoformat(to)
         except ValueError:

@@ -6,9 +6,10 @@ See `slot_reader` for the thread that reads the replication slot.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
-from collections.abc import AsyncGenerator, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any, TypeVar
 
 import psycopg2
 
@@ -22,8 +23,9 @@ from penstock.sources.postgres import slot as server
 from penstock.sources.postgres.pgoutput import lsn_of, lsn_text
 from penstock.sources.postgres.position import Cursor
 from penstock.sources.postgres.settings import CdcSettings, identifier, inline
-from penstock.sources.postgres.slot_reader import ChangeStream
+from penstock.sources.postgres.slot_reader import SlotReader
 
+T = TypeVar("T")
 IDLE_REPORT_INTERVAL = 1.0  # seconds without a change after which an empty batch is yielded
 
 
@@ -34,18 +36,18 @@ class CdcSource(BaseSource):
         self._spill = context.config.state.dir / "sources" / f"{settings.slot}.spill"
 
     async def read(self, cursor: bytes | None) -> AsyncGenerator[Batch, None]:
-        stream = ChangeStream(
+        reader = SlotReader(
             self.settings, None if cursor is None else Cursor.decode(cursor, self.name), self._spill
         )
-        stream.start()
+        reader.start()
         try:
             while True:
-                chunk = await stream.next(IDLE_REPORT_INTERVAL)
+                chunk = await reader.queue.next(IDLE_REPORT_INTERVAL)
                 if chunk is None:
                     yield Batch(
-                        idle=stream.caught_up,
-                        lag=0.0 if stream.caught_up else None,
-                        backlog=stream.backlog,
+                        idle=reader.caught_up,
+                        lag=0.0 if reader.caught_up else None,
+                        backlog=reader.backlog,
                     )
                     continue
                 lag = (
@@ -57,11 +59,11 @@ class CdcSource(BaseSource):
                     findings=chunk.findings,
                     cursor=None if chunk.cursor is None else chunk.cursor.encode(),
                     lag=lag,
-                    backlog=stream.backlog,
+                    backlog=reader.backlog,
                 )
-                stream.accept(chunk)
+                reader.queue.accept(chunk)
         finally:
-            await asyncio.shield(asyncio.to_thread(stream.stop))
+            await asyncio.shield(asyncio.to_thread(reader.stop))
 
     async def preview(self, cursor: bytes | None, limit: int) -> Sequence[Finding]:
         """Return unread changes of the slot, or existing rows as if they were inserted now.
@@ -69,15 +71,12 @@ class CdcSource(BaseSource):
         Existing rows are returned if there are no unread changes, if the slot does not exist, or
         if a client is reading it.
         """
-        return await asyncio.to_thread(
-            self._with_session,
-            lambda session: self._unread(session, limit) or self._sample(session, limit),
+        return await self._with_session(
+            lambda session: self._unread(session, limit) or self._sample(session, limit)
         )
 
     async def place(self, to: str) -> bytes:
-        return await asyncio.to_thread(
-            self._with_session, lambda session: self._cursor_for(session, to).encode()
-        )
+        return await self._with_session(lambda session: self._cursor_for(session, to).encode())
 
     def describe(self, cursor: bytes | None) -> str:
         if cursor is None:
@@ -95,16 +94,10 @@ class CdcSource(BaseSource):
 
     async def slots(self) -> Sequence[SlotInfo]:
         """Return all slots with Penstock's output plugin on the server, this source's first."""
-
-        def own_first(slot: server.Slot) -> bool:
-            return slot.name != self.settings.slot
-
-        return await asyncio.to_thread(
-            self._with_session,
-            lambda session: [
-                self._slot_info(slot) for slot in sorted(server.list_slots(session), key=own_first)
-            ],
+        found = await self._with_session(
+            lambda session: [self._slot_info(slot) for slot in server.list_slots(session)]
         )
+        return sorted(found, key=lambda slot: not slot.own)
 
     async def create_slot(self) -> SlotInfo:
         """Create the slot and its publication, unless they exist, and return the slot."""
@@ -113,14 +106,9 @@ class CdcSource(BaseSource):
             server.check(self.settings, session)
             server.ensure_publication(self.settings, session)
             server.create(self.settings, session)
-            found = server.find(self.settings, session)
-            if found is None:
-                raise SourceDown(
-                    f"slot {self.settings.slot} was dropped while it was created", hint="try again"
-                )
-            return self._slot_info(found)
+            return self._slot_info(server.find_created(self.settings, session))
 
-        return await asyncio.to_thread(self._with_session, create)
+        return await self._with_session(create)
 
     async def drop_slot(self) -> bool:
         """Drop the slot, and the publication if Penstock owns it. Return False if none existed."""
@@ -129,7 +117,7 @@ class CdcSource(BaseSource):
             dropped = server.drop(self.settings, session)
             return server.drop_publication(self.settings, session) or dropped
 
-        return await asyncio.to_thread(self._with_session, drop)
+        return await self._with_session(drop)
 
     def _slot_info(self, slot: server.Slot) -> SlotInfo:
         return SlotInfo(
@@ -144,15 +132,20 @@ class CdcSource(BaseSource):
 
     # -- on another thread -------------------------------------------------------------------------
 
-    def _with_session(self, work: Any) -> Any:
-        """Run `work` with a connection. Raises SourceDown if the server refuses a statement."""
-        session = server.connect(self.settings)
+    async def _with_session(self, work: Callable[[Any], T]) -> T:
+        """Run `work` on another thread, with a connection.
+
+        Raises SourceDown if the server refuses the connection or a statement.
+        """
+
+        def run() -> T:
+            with contextlib.closing(server.connect(self.settings)) as session:
+                return work(session)
+
         try:
-            return work(session)
+            return await asyncio.to_thread(run)
         except psycopg2.Error as e:
             raise server.read_error(self.settings, e) from None
-        finally:
-            session.close()
 
     def _unread(self, session: Any, limit: int) -> list[Finding]:
         server.check(self.settings, session)
@@ -189,53 +182,36 @@ class CdcSource(BaseSource):
         for table in self.settings.tables:
             names = server.columns(session, table)
             selected = ", ".join(f"{inline(name)}::text" for name, _ in names)
-            for row in server.rows(
-                session, f"SELECT {selected} FROM {table.inline} LIMIT {limit - len(found)}"
-            ):
-                values = {
-                    name: pgoutput.value(oid, text)
-                    for (name, oid), text in zip(names, row, strict=True)
-                }
-                found.append(
-                    _example(
-                        table.label,
-                        values,
-                        "insert",
-                        f"{table.label}: existing row, as if it were inserted now",
-                    )
-                )
+            statement = f"SELECT {selected} FROM {table.inline} LIMIT {limit - len(found)}"
+            cause = f"{table.label}: existing row, as if it were inserted now"
+            found += [
+                _example(table.label, pgoutput.row_of(names, row), "insert", cause)
+                for row in server.rows(session, statement)
+            ]
         return found
 
     def _cursor_for(self, session: Any, to: str) -> Cursor:
-        slot = server.find(self.settings, session)
-        current_lsn = (
-            slot.current_lsn
-            if slot is not None
-            else lsn_of(server.rows(session, "SELECT pg_current_wal_lsn()::text")[0][0])
-        )
         if to != "now" and not re.fullmatch(r"[0-9A-Fa-f]+/[0-9A-Fa-f]+", to):
             raise UsageError(
                 f"source {self.name} has no position {to!r}",
                 hint="use `--to start`, `--to now`, or an LSN such as 0/16B3748",
             )
-        lsn = current_lsn if to == "now" else lsn_of(to)
+        slot = server.find(self.settings, session)
         if slot is None:
             raise UsageError(
                 f"source {self.name}: there is no slot {self.settings.slot}, "
                 "so only future changes can be read",
                 hint="use `--to start`, which creates the slot",
             )
-        if lsn < slot.confirmed or lsn > current_lsn:
+        lsn = slot.current_lsn if to == "now" else lsn_of(to)
+        if not slot.confirmed <= lsn <= slot.current_lsn:
             raise UsageError(
                 f"source {self.name}: the slot keeps changes from {lsn_text(slot.confirmed)} to "
-                f"{lsn_text(current_lsn)}, and {to} is not in that range",
+                f"{lsn_text(slot.current_lsn)}, and {to} is not in that range",
                 hint="use `--to now`, or an LSN in that range",
             )
-        replication = server.connect(self.settings, replication=True)
-        try:
+        with contextlib.closing(server.connect(self.settings, replication=True)) as replication:
             return Cursor(server.identify(replication)[0], lsn, 0)
-        finally:
-            replication.close()
 
 
 def _example(table: str, row: dict[str, Any], operation: str, cause: str) -> Finding:

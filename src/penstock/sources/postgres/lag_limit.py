@@ -12,6 +12,9 @@ from penstock.sources.postgres.slot import Slot
 from penstock.sources.postgres.spill import Spill
 
 log = logging.getLogger("penstock")
+# Checks in a row that find the queue full and unread before reading may stop. Elapsed time would
+# also count a suspended machine.
+FULL_CHECKS = 12
 
 
 class WalLimit:
@@ -24,17 +27,20 @@ class WalLimit:
     def __init__(self, s: CdcSettings) -> None:
         self._s = s
         self._warned = False
+        self._full_checks = self._taken = 0
 
     def check(
-        self, slot: Slot, spill: Spill, *, full: bool, stays_full: bool
+        self, slot: Slot, spill: Spill, *, full: bool, taken: int
     ) -> Literal["on", "spill", "end"]:
         """Return whether to continue, to start the spill file, or to end reading.
 
         `full`: the queue is full. Only then is this reader the cause of the WAL that is held.
-        `stays_full`: the queue was full and unread at several checks in a row. A queue that is
-        full only at one check is normal if the reader is faster than intake.
+        `taken`: number of chunks that were taken from the queue. A queue that is full only at one
+        check is normal if the reader is faster than intake.
         """
         s = self._s
+        self._full_checks = self._full_checks + 1 if full and taken == self._taken else 0
+        self._taken = taken
         if slot.held < s.max_lag // 2:
             self._warned = False
         elif not self._warned:
@@ -54,6 +60,7 @@ class WalLimit:
             )
         # Use `held` and not `backlog`: a large transaction that is not accepted yet holds the WAL
         # from its beginning on.
+        stays_full = self._full_checks >= FULL_CHECKS
         if stays_full and slot.held >= s.max_lag and (not s.max_spill or spill.full):
             return "end"
         if full and slot.held >= s.max_lag * 3 // 4 and not spill.active and s.max_spill:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 import msgspec
@@ -17,6 +17,8 @@ EPOCH = 946_684_800.0  # 2000-01-01: the server counts microseconds from this da
 _BEGIN = struct.Struct(">QqI")
 _COMMIT = struct.Struct(">BQQq")
 _MESSAGE = struct.Struct(">BQ")
+_TRUNCATE = struct.Struct(">IB")
+_COLUMN_TYPE = struct.Struct(">Ii")  # the type's oid, and its modifier
 _INT, _SHORT, _LSN = struct.Struct(">I"), struct.Struct(">H"), struct.Struct(">Q")
 _STREAMING = frozenset(b"SEcA")
 _TWO_PHASE = frozenset(b"bPKrp")
@@ -115,6 +117,29 @@ Change: TypeAlias = (
 )
 
 
+class _Message:
+    """Bytes of one message. `at` is the offset of the next field."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.at = data, 1
+
+    def unpack(self, layout: struct.Struct) -> tuple[Any, ...]:
+        found = layout.unpack_from(self.data, self.at)
+        self.at += layout.size
+        return found
+
+    def text(self) -> str:
+        start, end = self.at, self.data.find(b"\0", self.at)
+        if end < 0:
+            raise BadChange(f"a change of {len(self.data)} bytes is cut off")
+        self.at = end + 1
+        return str(self.data[start:end], "utf-8", "replace")
+
+    def byte(self) -> int:
+        self.at += 1
+        return self.data[self.at - 1]
+
+
 class Decoder:
     """Decoder of one connection. It caches the latest definition of each table."""
 
@@ -123,116 +148,92 @@ class Decoder:
 
     def decode(self, data: bytes) -> Change:
         """Decode one message. Raises BadChange for any invalid bytes, and no other exception."""
+        m = _Message(data)
         try:
             read = _READERS.get(data[0])
             if read is None:
                 _raise_unsupported(data[0])
-            change, at = read(self, data)
+            change = read(self, m)
         except (struct.error, IndexError):
             raise BadChange(f"a change of {len(data)} bytes is cut off") from None
-        if at != len(data):
-            raise BadChange(f"a change of {len(data)} bytes has {len(data) - at} too many")
+        if m.at != len(data):
+            raise BadChange(f"a change of {len(data)} bytes has {len(data) - m.at} too many")
         return change
 
-    def _begin(self, data: bytes) -> tuple[Change, int]:
-        commit, at, xid = _BEGIN.unpack_from(data, 1)
-        return Begin(commit, EPOCH + at / 1e6, xid), 21
+    def _begin(self, m: _Message) -> Change:
+        commit, at, xid = m.unpack(_BEGIN)
+        return Begin(commit, EPOCH + at / 1e6, xid)
 
-    def _commit(self, data: bytes) -> tuple[Change, int]:
-        _, commit, end, at = _COMMIT.unpack_from(data, 1)
-        return Commit(commit, end, EPOCH + at / 1e6), 26
+    def _commit(self, m: _Message) -> Change:
+        _, commit, end, at = m.unpack(_COMMIT)
+        return Commit(commit, end, EPOCH + at / 1e6)
 
-    def _origin(self, data: bytes) -> tuple[Change, int]:
-        (lsn,) = _LSN.unpack_from(data, 1)
-        name, at = _text(data, 9)
-        return Origin(lsn, name), at
+    def _origin(self, m: _Message) -> Change:
+        return Origin(m.unpack(_LSN)[0], m.text())
 
-    def _relation(self, data: bytes) -> tuple[Change, int]:
-        (oid,) = _INT.unpack_from(data, 1)
-        schema, at = _text(data, 5)
-        name, at = _text(data, at)
-        identity = chr(data[at])
-        (count,) = _SHORT.unpack_from(data, at + 1)
-        at += 3
+    def _relation(self, m: _Message) -> Change:
+        (oid,) = m.unpack(_INT)
+        schema, name, identity = m.text() or "pg_catalog", m.text(), chr(m.byte())
         columns = []
-        for _ in range(count):
-            flags = data[at]
-            column, at = _text(data, at + 1)
-            (kind,) = _INT.unpack_from(data, at)
-            at += 8
+        for _ in range(*m.unpack(_SHORT)):
+            flags, column = m.byte(), m.text()
+            kind, _ = m.unpack(_COLUMN_TYPE)
             columns.append(Column(column, kind, bool(flags & 1)))
-        relation = Relation(oid, schema or "pg_catalog", name, identity, tuple(columns))
-        if at <= len(data):  # an incomplete definition is not cached
-            self._relations[oid] = (
-                relation,
-                [_VALUES.get(column.oid, _unconverted) for column in columns],
-            )
-        return relation, at
+        relation = Relation(oid, schema, name, identity, tuple(columns))
+        self._relations[oid] = (
+            relation,
+            [_VALUES.get(column.oid, _unconverted) for column in columns],
+        )
+        return relation
 
-    def _type(self, data: bytes) -> tuple[Change, int]:
-        (oid,) = _INT.unpack_from(data, 1)
-        schema, at = _text(data, 5)
-        name, at = _text(data, at)
-        return Type(oid, schema or "pg_catalog", name), at
+    def _type(self, m: _Message) -> Change:
+        return Type(m.unpack(_INT)[0], m.text() or "pg_catalog", m.text())
 
-    def _insert(self, data: bytes) -> tuple[Change, int]:
-        relation, values = self._cached_relation(data)
-        _expect(data, 5, b"N")
-        row, _, at = _tuple(data, 6, relation, values)
-        return Insert(relation, row), at
+    def _insert(self, m: _Message) -> Change:
+        relation, values = self._cached_relation(m)
+        row, _ = _new_row(m, relation, values)
+        return Insert(relation, row)
 
-    def _update(self, data: bytes) -> tuple[Change, int]:
-        relation, values = self._cached_relation(data)
-        old, at, has_old_row = None, 5, False
-        if data[at] in b"KO":
-            has_old_row = data[at] == 0x4F
-            old, _, at = _tuple(data, at + 1, relation, values)
-            if not has_old_row:
-                old = _key_of(relation, old)
-        _expect(data, at, b"N")
-        row, unchanged, at = _tuple(data, at + 1, relation, values)
+    def _update(self, m: _Message) -> Change:
+        relation, values = self._cached_relation(m)
+        old, has_old_row = None, m.data[m.at] == 0x4F
+        if m.data[m.at] in b"KO":
+            old = _old_row(m, relation, values)
+        row, unchanged = _new_row(m, relation, values)
         # With REPLICA IDENTITY FULL, the old row has the unchanged values.
         if has_old_row and unchanged and old is not None:
             row |= {name: old[name] for name in unchanged if name in old}
             unchanged = tuple(name for name in unchanged if name not in old)
-        return Update(relation, row, old, unchanged), at
+        return Update(relation, row, old, unchanged)
 
-    def _delete(self, data: bytes) -> tuple[Change, int]:
-        relation, values = self._cached_relation(data)
-        if data[5] not in b"KO":
+    def _delete(self, m: _Message) -> Change:
+        relation, values = self._cached_relation(m)
+        if m.data[m.at] not in b"KO":
             raise BadChange("a deletion has neither a key nor a row")
-        old, _, at = _tuple(data, 6, relation, values)
-        return Delete(relation, old if data[5] == 0x4F else _key_of(relation, old)), at
+        return Delete(relation, _old_row(m, relation, values))
 
-    def _truncate(self, data: bytes) -> tuple[Change, int]:
-        (count,) = _INT.unpack_from(data, 1)
-        flags, at = data[5], 6
-        if count > len(data) // 4:
-            raise BadChange(f"a truncation of {count} tables has {len(data)} bytes")
-        relations = []
-        for _ in range(count):
-            relations.append(self._cached_relation(data, at)[0])
-            at += 4
-        return Truncate(tuple(relations), bool(flags & 1), bool(flags & 2)), at
+    def _truncate(self, m: _Message) -> Change:
+        count, flags = m.unpack(_TRUNCATE)
+        if count > len(m.data) // 4:
+            raise BadChange(f"a truncation of {count} tables has {len(m.data)} bytes")
+        relations = tuple(self._cached_relation(m)[0] for _ in range(count))
+        return Truncate(relations, bool(flags & 1), bool(flags & 2))
 
-    def _emitted(self, data: bytes) -> tuple[Change, int]:
-        flags, lsn = _MESSAGE.unpack_from(data, 1)
-        prefix, at = _text(data, 10)
-        (size,) = _INT.unpack_from(data, at)
-        at += 4
-        return Emitted(bool(flags & 1), lsn, prefix, bytes(data[at : at + size])), at + size
+    def _emitted(self, m: _Message) -> Change:
+        flags, lsn = m.unpack(_MESSAGE)
+        prefix, (size,) = m.text(), m.unpack(_INT)
+        start, m.at = m.at, m.at + size
+        return Emitted(bool(flags & 1), lsn, prefix, bytes(m.data[start : m.at]))
 
-    def _cached_relation(
-        self, data: bytes, at: int = 1
-    ) -> tuple[Relation, list[Callable[[str], Any]]]:
-        (oid,) = _INT.unpack_from(data, at)
+    def _cached_relation(self, m: _Message) -> tuple[Relation, list[Callable[[str], Any]]]:
+        (oid,) = m.unpack(_INT)
         found = self._relations.get(oid)
         if found is None:
             raise BadChange(f"a change of table {oid}, which the server has not described")
         return found
 
 
-_READERS: dict[int, Callable[[Decoder, bytes], tuple[Change, int]]] = {
+_READERS: dict[int, Callable[[Decoder, _Message], Change]] = {
     ord("B"): Decoder._begin,
     ord("C"): Decoder._commit,
     ord("O"): Decoder._origin,
@@ -250,28 +251,26 @@ _READERS: dict[int, Callable[[Decoder, bytes], tuple[Change, int]]] = {
 
 
 def _tuple(
-    data: bytes, at: int, relation: Relation, values: list[Callable[[str], Any]]
-) -> tuple[dict[str, Any], tuple[str, ...], int]:
-    """Return the values, the names of unchanged columns, and the offset of the tuple's end."""
-    (count,) = _SHORT.unpack_from(data, at)
-    at += 2
+    m: _Message, relation: Relation, values: list[Callable[[str], Any]]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the values, and the names of unchanged columns."""
+    (count,) = m.unpack(_SHORT)
     if count != len(values):
         raise BadChange(
             f"a row of {relation.label} has {count} columns, and the table has {len(values)}"
         )
     row: dict[str, Any] = {}
     unchanged: list[str] = []
+    data, at = m.data, m.at
     for column, value in zip(relation.columns, values, strict=True):
         kind = data[at]
         at += 1
         if kind == 0x74:  # t: text
             (size,) = _INT.unpack_from(data, at)
-            at += 4
-            end = at + size
-            if end > len(data):
+            start, at = at + 4, at + 4 + size
+            if at > len(data):
                 raise BadChange(f"a change of {len(data)} bytes is cut off")
-            row[column.name] = value(str(data[at:end], "utf-8", "replace"))
-            at = end
+            row[column.name] = value(str(data[start:at], "utf-8", "replace"))
         elif kind == 0x6E:  # n: null
             row[column.name] = None
         elif kind == 0x75:  # u: unchanged, and too large to repeat
@@ -281,31 +280,32 @@ def _tuple(
                 f"column {column.name} of {relation.label} has format {chr(kind)!r}, "
                 "which was not requested"
             )
-    return row, tuple(unchanged), at
+    m.at = at
+    return row, tuple(unchanged)
 
 
-def _key_of(relation: Relation, row: dict[str, Any]) -> dict[str, Any]:
-    """Return the key columns only.
+def _new_row(
+    m: _Message, relation: Relation, values: list[Callable[[str], Any]]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    if (kind := m.byte()) != 0x4E:  # N
+        raise BadChange(f"a change has {chr(kind)!r} instead of the start of its new row")
+    return _tuple(m, relation, values)
 
-    The server sends null for the other columns, even if they have a value.
+
+def _old_row(m: _Message, relation: Relation, values: list[Callable[[str], Any]]) -> dict[str, Any]:
+    """Return the old row, or only its key columns if the message has no others.
+
+    Then the server sends null for the other columns, even if they have a value.
     """
+    kind = m.byte()
+    row, _ = _tuple(m, relation, values)
+    if kind == 0x4F:  # O
+        return row
     return {
         column.name: row[column.name]
         for column in relation.columns
         if column.key and column.name in row
     }
-
-
-def _text(data: bytes, at: int) -> tuple[str, int]:
-    end = data.find(b"\0", at)
-    if end < 0:
-        raise BadChange(f"a change of {len(data)} bytes is cut off")
-    return str(data[at:end], "utf-8", "replace"), end + 1
-
-
-def _expect(data: bytes, at: int, kind: bytes) -> None:
-    if data[at] != kind[0]:
-        raise BadChange(f"a change has {chr(data[at])!r} instead of the start of its new row")
 
 
 def _raise_unsupported(kind: int) -> NoReturn:
@@ -381,9 +381,15 @@ _VALUES: dict[int, Callable[[str], Any]] = {
 }
 
 
-def value(oid: int, text: str | None) -> Any:
-    """Convert one value as the decoder does, for rows that are read by SELECT."""
-    return None if text is None else _VALUES.get(oid, _unconverted)(text)
+def row_of(columns: Sequence[tuple[str, int]], texts: Sequence[str | None]) -> dict[str, Any]:
+    """Convert the values of a row as the decoder does, for a row that is read by SELECT.
+
+    `columns` has (name, type oid) of each value.
+    """
+    return {
+        name: None if text is None else _VALUES.get(oid, _unconverted)(text)
+        for (name, oid), text in zip(columns, texts, strict=True)
+    }
 
 
 def lsn_text(lsn: int) -> str:

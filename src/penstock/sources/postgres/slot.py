@@ -13,7 +13,13 @@ import psycopg2.extras
 
 from penstock.errors import SourceDown
 from penstock.sources.postgres.pgoutput import lsn_of
-from penstock.sources.postgres.settings import CdcSettings, TableName, identifier, inline
+from penstock.sources.postgres.settings import (
+    CdcSettings,
+    TableName,
+    TableSettings,
+    identifier,
+    inline,
+)
 from penstock.stores.postgres.url import OLDEST, refusal
 
 log = logging.getLogger("penstock")
@@ -22,6 +28,13 @@ log = logging.getLogger("penstock")
 SESSION = (
     "-c datestyle=ISO -c timezone=UTC -c bytea_output=hex -c intervalstyle=iso_8601"
     " -c extra_float_digits=1 -c statement_timeout=0"
+)
+# Name and type of each column of a table's primary key.
+KEY_COLUMNS = (
+    "SELECT a.attname, format_type(a.atttypid, a.atttypmod) FROM pg_index i"
+    " CROSS JOIN LATERAL unnest(i.indkey) WITH ORDINALITY AS k(number, place)"
+    " JOIN pg_attribute a ON a.attrelid=i.indrelid AND a.attnum=k.number"
+    " WHERE i.indrelid=to_regclass(%s) AND i.indisprimary ORDER BY k.place"
 )
 _CURRENT_LSN = (
     "CASE WHEN pg_is_in_recovery() THEN pg_last_wal_replay_lsn() ELSE pg_current_wal_lsn() END"
@@ -81,7 +94,7 @@ def identify(replication: Any) -> tuple[str, str]:
     return str(found[0]), str(found[3])
 
 
-def rows(connection: Any, statement: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+def rows(connection: Any, statement: str, parameters: Sequence[Any] = ()) -> list[Any]:
     """Run a statement and return its rows.
 
     A % in an identifier must be written %% (`settings.inline`), with parameters or without.
@@ -152,47 +165,36 @@ def ensure_publication(s: CdcSettings, connection: Any) -> None:
         (s.publication,),
     )
     if not found:
-        return _create_publication(s, connection)
+        _create_publication(s, connection)
+        return
     everything, inserts, updates = found[0]
-    listed = {
-        (schema, name)
-        for schema, name in rows(
-            connection,
-            "SELECT schemaname, tablename FROM pg_publication_tables WHERE pubname=%s",
-            (s.publication,),
-        )
-    }
+    listed = rows(
+        connection,
+        "SELECT schemaname, tablename FROM pg_publication_tables WHERE pubname=%s",
+        (s.publication,),
+    )
     missing = [
         table for table in s.tables if not everything and (table.schema, table.name) not in listed
     ]
-    kinds = {"insert": inserts, "update": updates}
-    unpublished = sorted(operation for operation in s.operations if not kinds[operation])
-    if not missing and not unpublished:
-        return None
-    name = inline(s.publication)
-    tables = ", ".join(table.inline for table in missing)
-    change = (
-        f"ALTER PUBLICATION {name} ADD TABLE {tables}"
-        if missing
-        else f"ALTER PUBLICATION {name} SET (publish = 'insert, update')"
-    )
-    what = f"table {missing[0].label}" if missing else unpublished[0] + "s"
-    if not s.owned:
-        raise SourceDown(
-            f"source {s.source}: publication {s.publication} does not publish {what}", hint=change
-        )
-    try:
-        if missing:
-            rows(connection, f"ALTER PUBLICATION {name} ADD TABLE {tables}")
-        if unpublished:
-            rows(connection, f"ALTER PUBLICATION {name} SET (publish = 'insert, update')")
-    except psycopg2.Error as e:
-        raise SourceDown(
-            f"source {s.source}: publication {s.publication} does not publish {what}: "
-            f"{error_text(s, e)}",
-            hint=f"as its owner: {change}",
-        ) from None
-    return None
+    published = {"insert": inserts, "update": updates}
+    unpublished = sorted(operation for operation in s.operations if not published[operation])
+    changes = []
+    if missing:
+        changes.append(f"ADD TABLE {', '.join(table.inline for table in missing)}")
+    if unpublished:
+        changes.append("SET (publish = 'insert, update')")
+    for change in changes:
+        statement = f"ALTER PUBLICATION {inline(s.publication)} {change}"
+        what = f"table {missing[0].label}" if missing else unpublished[0] + "s"
+        lacks = f"source {s.source}: publication {s.publication} does not publish {what}"
+        if not s.owned:
+            raise SourceDown(lacks, hint=statement)
+        try:
+            rows(connection, statement)
+        except psycopg2.Error as e:
+            raise SourceDown(
+                f"{lacks}: {error_text(s, e)}", hint=f"as its owner: {statement}"
+            ) from None
 
 
 def _create_publication(s: CdcSettings, connection: Any) -> None:
@@ -222,6 +224,18 @@ def find(s: CdcSettings, connection: Any) -> Slot | None:
     """Return the source's slot, or None if it does not exist."""
     found = list_slots(connection, "slot_name=%s", (s.slot,))
     return found[0] if found else None
+
+
+def find_created(s: CdcSettings, connection: Any) -> Slot:
+    """Return the source's slot, which was just created. Raises SourceDown if it does not exist."""
+    slot = find(s, connection)
+    if slot is None:
+        raise SourceDown(
+            f"source {s.source}: slot {s.slot} was dropped while it was created",
+            hint="try again",
+            after=1.0,
+        )
+    return slot
 
 
 def list_slots(
@@ -377,7 +391,7 @@ def read_error(s: CdcSettings, e: psycopg2.Error) -> SourceDown:
     )
 
 
-def error_text(s: CdcSettings, e: BaseException) -> str:
+def error_text(s: CdcSettings | TableSettings, e: BaseException) -> str:
     """Return the first line of the server's message, without secrets."""
     lines = str(e).strip().splitlines() or [type(e).__name__]
     return s.address.without_secrets(lines[0].removeprefix("ERROR:").removeprefix("FATAL:").strip())
@@ -395,17 +409,6 @@ def _no_replication_right(s: CdcSettings) -> SourceDown:
     )
 
 
-def key_columns(s: CdcSettings, connection: Any, table: TableName) -> list[tuple[str, str]]:
-    """Return (name, type) of each column of the primary key."""
-    statement = (
-        "SELECT a.attname, format_type(a.atttypid, a.atttypmod) FROM pg_index i"
-        " CROSS JOIN LATERAL unnest(i.indkey) WITH ORDINALITY AS k(number, place)"
-        " JOIN pg_attribute a ON a.attrelid=i.indrelid AND a.attnum=k.number"
-        " WHERE i.indrelid=to_regclass(%s) AND i.indisprimary ORDER BY k.place"
-    )
-    return [(name, kind) for name, kind in rows(connection, statement, (table.quoted,))]
-
-
 def columns(connection: Any, table: TableName) -> list[tuple[str, int]]:
     """Return (name, type oid) of each column, without generated columns."""
     statement = (
@@ -413,4 +416,4 @@ def columns(connection: Any, table: TableName) -> list[tuple[str, int]]:
         " WHERE attrelid=to_regclass(%s) AND attnum>0 AND NOT attisdropped AND attgenerated=''"
         " ORDER BY attnum"
     )
-    return [(name, oid) for name, oid in rows(connection, statement, (table.quoted,))]
+    return rows(connection, statement, (table.quoted,))

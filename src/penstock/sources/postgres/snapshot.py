@@ -1,6 +1,6 @@
 """Reads the rows that tables have when a slot is created, in batches by key under one snapshot.
 
-Also decides which inserts of the log these rows already include.
+Also converts changes of the log into findings, without the inserts that these rows include.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from penstock.ports import Finding
 from penstock.sources.base import BATCH
 from penstock.sources.postgres import pgoutput
 from penstock.sources.postgres.position import Part, Reading, saw
-from penstock.sources.postgres.settings import CdcSettings, inline
-from penstock.sources.postgres.slot import columns, key_columns, rows
+from penstock.sources.postgres.settings import CdcSettings, TableName, inline
+from penstock.sources.postgres.slot import KEY_COLUMNS, columns, rows
 
 _INTEGER_TYPES = ("smallint", "integer", "bigint")
 
@@ -26,7 +26,7 @@ class Snapshot:
     def __init__(self, s: CdcSettings, connection: Any, exported: str | None) -> None:
         """`exported` is the snapshot that the slot exported when it was created.
 
-        If it is None, a snapshot is taken now. `part` describes that snapshot.
+        If it is None, a snapshot is taken now. `parts` describes that snapshot.
         """
         self._s, self._connection = s, connection
         rows(connection, "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
@@ -44,9 +44,12 @@ class Snapshot:
         self._database = rows(connection, "SELECT current_database()")[0][0]
         self._exact = exported is not None
 
-    def part(self, reading: Reading, upto: int) -> Part | None:
-        """Describe the snapshot. Return None for the slot's own: it has no row that the log has."""
-        return None if self._exact else Part(reading.table, reading.after, self._snapshot, upto)
+    def parts(self, reading: Reading) -> list[Part]:
+        """Describe the snapshot. The list is empty for the slot's own, whose rows the log lacks."""
+        if self._exact:
+            return []
+        upto = pgoutput.lsn_of(rows(self._connection, "SELECT pg_current_wal_lsn()::text")[0][0])
+        return [Part(reading.table, reading.after, self._snapshot, upto)]
 
     def batches(
         self, start: Reading, system: str
@@ -55,7 +58,7 @@ class Snapshot:
         after = start.after
         for number in range(start.table, len(self._s.tables)):
             table = self._s.tables[number]
-            key = key_of(self._s, self._connection, number)
+            key = key_of(self._s, self._connection, table)
             names = columns(self._connection, table)
             # Order by the columns of the table, because the selected values are text.
             order = ", ".join(f"r.{inline(name)}" for name, _ in key)
@@ -72,10 +75,7 @@ class Snapshot:
                     break
                 findings = []
                 for row in found:
-                    values = {
-                        name: pgoutput.value(oid, text)
-                        for (name, oid), text in zip(names, row[len(key) :], strict=True)
-                    }
+                    values = pgoutput.row_of(names, row[len(key) :])
                     payload = {**values, "_cdc": {"op": "read", "table": table.label}}
                     id_ = mint(
                         "cdc", system, "snapshot", self._database, table.label, *row[: len(key)]
@@ -91,12 +91,12 @@ class Snapshot:
         yield [], None
 
 
-def key_of(s: CdcSettings, connection: Any, number: int) -> list[tuple[str, str]]:
+def key_of(s: CdcSettings, connection: Any, table: TableName) -> list[tuple[str, str]]:
     """Return (name, type) of the key columns. Raises SourceDown if there is no primary key."""
-    key = key_columns(s, connection, s.tables[number])
+    key = rows(connection, KEY_COLUMNS, (table.quoted,))
     if not key:
         raise SourceDown(
-            f"source {s.source}: {s.tables[number].label} has no primary key, "
+            f"source {s.source}: {table.label} has no primary key, "
             "so its existing rows cannot be read in batches",
             hint="ALTER TABLE … ADD PRIMARY KEY, or snapshot = false",
         )
@@ -109,7 +109,7 @@ class Included:
     def __init__(self, s: CdcSettings, parts: Sequence[Part], connection: Any) -> None:
         self._parts, self._connection = parts, connection
         self._numbers = {table.label: number for number, table in enumerate(s.tables)}
-        self._keys = [key_of(s, connection, number) for number in range(len(s.tables))]
+        self._keys = [key_of(s, connection, table) for table in s.tables]
         self._upto = max((part.upto for part in parts), default=0)
 
     def __call__(self, commit: int, xid: int, table: str, row: dict[str, Any]) -> bool:
@@ -146,15 +146,56 @@ class Included:
             return [tuple(map(int, values)) > tuple(map(int, start)) for start in starts]
         # Only the server can compare by its collations.
         compared = ", ".join(f"({_placeholders(key)}) > ({_placeholders(key)})" for _ in starts)
-        return rows(
-            self._connection,
-            f"SELECT {compared}",
-            [value for start in starts for value in (*values, *start)],
-        )[0]
+        compared_values = [value for start in starts for value in (*values, *start)]
+        return list(rows(self._connection, f"SELECT {compared}", compared_values)[0])
 
 
-def upto_now(connection: Any) -> int:
-    return pgoutput.lsn_of(rows(connection, "SELECT pg_current_wal_lsn()::text")[0][0])
+class Findings:
+    """Converts changes of the log: which changes are used, their payload and id."""
+
+    def __init__(self, s: CdcSettings, system: str, included: Included | None) -> None:
+        """`included`: inserts that were already read as existing rows, or None if there are none."""
+        self._operations, self._labels = s.operations, {table.label for table in s.tables}
+        self._system, self._publication, self._included = system, s.publication, included
+
+    def of(
+        self, begin: pgoutput.Begin, index: int, change: pgoutput.Insert | pgoutput.Update
+    ) -> Finding | None:
+        """Return the finding, or None if the change is not configured or is known already."""
+        operation, label = (
+            "insert" if isinstance(change, pgoutput.Insert) else "update",
+            change.relation.label,
+        )
+        if operation not in self._operations or label not in self._labels:
+            return None
+        if (
+            self._included is not None
+            and operation == "insert"
+            and self._included(begin.commit, begin.xid, label, change.row)
+        ):
+            return None
+        lsn = pgoutput.lsn_text(begin.commit)
+        meta: dict[str, Any] = {
+            "op": operation,
+            "table": label,
+            "lsn": lsn,
+            "index": index,
+            "xid": begin.xid,
+            "at": begin.at,
+        }
+        if isinstance(change, pgoutput.Update):
+            if change.old is not None:
+                meta["old"] = change.old
+            if change.unchanged:
+                meta["unchanged"] = list(change.unchanged)
+        return Finding(
+            # The index counts changes of this publication. In another publication the same number
+            # means another change, so the publication is part of the id.
+            id=mint("cdc", self._system, self._publication, lsn, str(index)),
+            cause=f"{label}: {operation} at {lsn}",
+            payload={**change.row, "_cdc": meta},
+            at=begin.at,
+        )
 
 
 def _placeholders(key: Sequence[tuple[str, str]]) -> str:

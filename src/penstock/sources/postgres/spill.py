@@ -50,10 +50,6 @@ class Spill:
         return self.accepted < self.size
 
     @property
-    def unread(self) -> bool:
-        return self.read_to < self.size
-
-    @property
     def full(self) -> bool:
         return self.size >= self.limit
 

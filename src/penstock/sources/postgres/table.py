@@ -6,7 +6,7 @@ Rows are locked while they are read, and marked as taken only when the ledger ha
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import psycopg
@@ -19,6 +19,7 @@ from penstock.ports import Batch, Finding
 from penstock.sources.base import BATCH, BaseSource, SourceContext
 from penstock.sources.postgres import pgoutput
 from penstock.sources.postgres.settings import TableSettings, identifier, inline
+from penstock.sources.postgres.slot import KEY_COLUMNS, error_text
 from penstock.stores.postgres.url import OLDEST, refusal
 
 POLL_INTERVAL = 1.0  # seconds between two polls, if `every` is not set
@@ -34,12 +35,6 @@ SESSION = {
     "idle_in_transaction_session_timeout": "0",
     "statement_timeout": "0",
 }
-_KEY = (
-    "SELECT a.attname FROM pg_index i"
-    " CROSS JOIN LATERAL unnest(i.indkey) WITH ORDINALITY AS k(number, place)"
-    " JOIN pg_attribute a ON a.attrelid=i.indrelid AND a.attnum=k.number"
-    " WHERE i.indrelid=to_regclass(%s) AND i.indisprimary ORDER BY k.place"
-)
 _COLUMNS = (
     "SELECT attname, atttypid::bigint, format_type(atttypid, atttypmod) FROM pg_attribute"
     " WHERE attrelid=to_regclass(%s) AND attnum>0 AND NOT attisdropped ORDER BY attnum"
@@ -119,8 +114,7 @@ class TableSource(BaseSource):
         return connection
 
     def _error(self, e: psycopg.Error) -> SourceDown:
-        s = self.settings
-        text = s.address.without_secrets((str(e).strip().splitlines() or [type(e).__name__])[0])
+        s, text = self.settings, error_text(self.settings, e)
         if e.sqlstate == "42501":
             user, right = (
                 s.address.options.get("user") or "the user",
@@ -146,13 +140,8 @@ class _UnreadRows:
         columns: list[tuple[str, int, str]],
         server: str,
     ) -> None:
-        self._s, self._connection, self._key, self._columns, self._server = (
-            s,
-            connection,
-            key,
-            columns,
-            server,
-        )
+        self._s, self._connection, self._key, self._server = s, connection, key, server
+        self._columns = [(name, oid) for name, oid, _ in columns]
         kinds = {name: kind for name, _, kind in columns}
         self._row = ", ".join(f"%s::{kinds[name]}" for name in key)
 
@@ -168,7 +157,9 @@ class _UnreadRows:
                 f"source {s.source}: there is no table {s.table.label} in {s.address.label}",
                 hint="create it, or name another table (table=…)",
             )
-        key = list(s.key) or [name for (name,) in await _all(connection, _KEY, (s.table.quoted,))]
+        key = list(s.key) or [
+            name for name, _ in await _all(connection, KEY_COLUMNS, (s.table.quoted,))
+        ]
         if not key:
             raise SourceDown(
                 f"source {s.source}: {s.table.label} has no primary key, "
@@ -203,11 +194,16 @@ class _UnreadRows:
         """
         s = self._s
         keys = ", ".join(f"{inline(name)}::text" for name in self._key)
-        selected = ", ".join(f"{inline(name)}::text" for name, _, _ in self._columns)
+        selected = ", ".join(f"{inline(name)}::text" for name, _ in self._columns)
         # Order by the columns of the table, because the selected values are text.
         order = ", ".join(f"r.{inline(name)}" for name in self._key)
+        where = {
+            "mark": f"WHERE {inline(s.column)} IS NULL",
+            "status": f"WHERE {inline(s.column)} = %s",
+            "delete": "",
+        }[s.done]
         statement = (
-            f"SELECT {keys}, xmin::text, {selected} FROM {s.table.inline} AS r{self._where()}"
+            f"SELECT {keys}, xmin::text, {selected} FROM {s.table.inline} AS r {where}"
             f" ORDER BY {order} LIMIT {limit}"
         )
         return await _all(
@@ -216,28 +212,19 @@ class _UnreadRows:
             [s.waiting] if s.done == "status" else [],
         )
 
-    def _where(self) -> str:
-        column = inline(self._s.column)
-        return {
-            "mark": f" WHERE {column} IS NULL",
-            "status": f" WHERE {column} = %s",
-            "delete": "",
-        }[self._s.done]
-
     def finding(self, row: Sequence[Any]) -> Finding:
         key, version, values = row[: len(self._key)], row[len(self._key)], row[len(self._key) + 1 :]
-        payload: dict[str, Any] = {
-            name: pgoutput.value(oid, text)
-            for (name, oid, _), text in zip(self._columns, values, strict=True)
+        payload = pgoutput.row_of(self._columns, values)
+        payload["_table"] = {
+            "table": self._s.table.label,
+            "key": dict(zip(self._key, key, strict=True)),
         }
-        payload["_table"] = {"table": self._s.table.label, "key": _key(self._key, key)}
         # The id includes the row's version. A row that was reset to unread is a new finding. The
         # same row after a crash is not.
-        id_ = mint(
-            "table", self._server, self._s.table.label, *[str(part) for part in key], version
-        )
         return Finding(
-            id=id_, cause=f"{self._s.table.label}: {', '.join(map(str, key))}", payload=payload
+            id=mint("table", self._server, self._s.table.label, *map(str, key), version),
+            cause=f"{self._s.table.label}: {', '.join(map(str, key))}",
+            payload=payload,
         )
 
     async def take(self, rows: Sequence[Sequence[Any]]) -> None:
@@ -246,20 +233,14 @@ class _UnreadRows:
         listed = ", ".join([f"({self._row})"] * len(rows))
         which = f"({', '.join(map(inline, self._key))}) IN ({listed})"
         keys = [part for row in rows for part in row[: len(self._key)]]
-        if s.done == "delete":
-            await self._connection.execute(f"DELETE FROM {s.table.inline} WHERE {which}", keys)
-        elif s.done == "mark":
-            await self._connection.execute(
-                f"UPDATE {s.table.inline} SET {column} = now() WHERE {which}", keys
-            )
-        else:
-            await self._connection.execute(
-                f"UPDATE {s.table.inline} SET {column} = %s WHERE {which}", [s.taken, *keys]
-            )
-
-
-def _key(names: Sequence[str], values: Sequence[Any]) -> Mapping[str, Any]:
-    return dict(zip(names, values, strict=True))
+        change = {
+            "delete": f"DELETE FROM {s.table.inline}",
+            "mark": f"UPDATE {s.table.inline} SET {column} = now()",
+            "status": f"UPDATE {s.table.inline} SET {column} = %s",
+        }[s.done]
+        await self._connection.execute(
+            f"{change} WHERE {which}", [s.taken, *keys] if s.done == "status" else keys
+        )
 
 
 async def _all(

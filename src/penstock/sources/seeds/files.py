@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import stat
@@ -65,11 +66,15 @@ class ObjectChanged(Exception):
     """The object was replaced or deleted after the scan. The next round reads it again."""
 
 
-def is_skipped(name: str) -> bool:
-    """Return True for hidden files and for names that programs give to incomplete files."""
-    parts = PurePath(name).parts
-    return any(part.startswith(".") for part in parts) or name.endswith(
-        (".part", ".tmp", ".temp", ".partial", ".crdownload", ".swp", "~")
+def is_wanted(name: str, *, any_name: bool) -> bool:
+    """Return whether a name of a directory or prefix is read. `any_name`: its suffix may be any.
+
+    Hidden files and names that programs give to incomplete files are skipped.
+    """
+    return (
+        not any(part.startswith(".") for part in PurePath(name).parts)
+        and not name.endswith((".part", ".tmp", ".temp", ".partial", ".crdownload", ".swp", "~"))
+        and (any_name or format_of(name) is not None)
     )
 
 
@@ -100,9 +105,7 @@ class Files:
                 root = self.path
                 with os.scandir(self.path) as entries:
                     names = self._limit(
-                        e.name
-                        for e in entries
-                        if not is_skipped(e.name) and (self._any_name or format_of(e.name))
+                        e.name for e in entries if is_wanted(e.name, any_name=self._any_name)
                     )
             else:
                 return [self._single()], []
@@ -134,7 +137,7 @@ class Files:
         while glob.has_magic(root):
             root = os.path.dirname(root)
         found = glob.iglob(os.path.relpath(self.path, root), root_dir=root, recursive=True)
-        return root, self._limit(name for name in found if not is_skipped(name))
+        return root, self._limit(name for name in found if is_wanted(name, any_name=True))
 
     def _limit(self, names: Iterator[str]) -> list[str]:
         listed: list[str] = []
@@ -161,33 +164,20 @@ class Files:
         There may be thousands of files in every round, so a file takes one system call. Only a
         link takes more.
         """
-        try:
+        with _errors(path):
             state = os.lstat(path)
             if stat.S_ISLNK(state.st_mode):
                 path = _resolve_inside(path, real_root)
                 state = os.stat(path)
-        except FileNotFoundError:
-            raise ObjectChanged from None
-        except OSError as e:
-            raise ObjectUnreadable(
-                f"{display_path(path)} cannot be read: {_reason(e)}", hint="let this user read it"
-            ) from None
         return None if stat.S_ISDIR(state.st_mode) else _found(name, path, state)
 
     def open(self, found: SeedObject) -> OpenObject:
-        try:
-            named = found.path == self.path
+        named = found.path == self.path
+        with _errors(found.path):
             descriptor = os.open(
                 found.path,
                 os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if named else os.O_NOFOLLOW),
             )
-        except FileNotFoundError:
-            raise ObjectChanged from None
-        except OSError as e:
-            raise ObjectUnreadable(
-                f"{display_path(found.path)} cannot be read: {_reason(e)}",
-                hint="let this user read it",
-            ) from None
         try:
             state = os.fstat(descriptor)
             if not stat.S_ISREG(state.st_mode):
@@ -210,13 +200,8 @@ class OpenFile:
 
         Otherwise a file that grows all the time would never end.
         """
-        try:
+        with _errors(self.found.path, hint="check the disk"):
             return os.pread(self._descriptor, max(0, min(length, self.found.size - offset)), offset)
-        except OSError as e:
-            raise ObjectUnreadable(
-                f"{display_path(self.found.path)} cannot be read: {_reason(e)}",
-                hint="check the disk",
-            ) from None
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -225,6 +210,19 @@ class OpenFile:
 def display_path(path: str) -> str:
     """Return a path as text for messages and storage. A file name may contain any bytes."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
+@contextlib.contextmanager
+def _errors(path: str, hint: str = "let this user read it") -> Iterator[None]:
+    """Raise ObjectChanged if the file is missing, and ObjectUnreadable for any other error."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise ObjectChanged from None
+    except OSError as e:
+        raise ObjectUnreadable(
+            f"{display_path(path)} cannot be read: {_reason(e)}", hint=hint
+        ) from None
 
 
 def _resolve_inside(path: str, real_root: str) -> str:

@@ -8,12 +8,15 @@ from __future__ import annotations
 import csv
 import hashlib
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import msgspec
 
 SUFFIXES = {"txt": "txt", "csv": "csv", "jsonl": "jsonl", "ndjson": "jsonl"}
 FORMATS = tuple(dict.fromkeys(SUFFIXES.values()))
+# URL (or None) and payload of a line. A blank line or a comment has neither.
+ParsedLine: TypeAlias = tuple[str | None, dict[str, Any]]
+_decode = msgspec.json.Decoder().decode
 SHOWN = 500  # characters of a line that cannot be parsed, in the payload
 
 
@@ -34,56 +37,40 @@ def format_of(name: str) -> tuple[str, bool] | None:
     return (SUFFIXES[suffix], compressed) if suffix in SUFFIXES and "." in stem else None
 
 
-class Format(Protocol):
-    """Parser for the records of one object."""
-
-    def read(self, text: str) -> tuple[str | None, dict[str, Any]] | None:
-        """Return URL (or None) and payload, or None for a blank line or comment. Raises BadLine."""
-
-
-class Text:
-    """Parser for text with one URL per line. A line that starts with # is a comment."""
-
-    def read(self, text: str) -> tuple[str | None, dict[str, Any]] | None:
-        url = text.strip()
-        return None if not url or url.startswith("#") else (url, {"url": url})
+def parse_text(text: str) -> ParsedLine | None:
+    """Parse a line of text with one URL. A line that starts with # is a comment."""
+    url = text.strip()
+    return None if not url or url.startswith("#") else (url, {"url": url})
 
 
-class JsonLines:
-    """Parser for lines with one JSON object or one URL as a JSON string."""
-
-    def __init__(self) -> None:
-        self._decode = msgspec.json.Decoder().decode
-
-    def read(self, text: str) -> tuple[str | None, dict[str, Any]] | None:
-        if not text.strip():
-            return None
-        try:
-            found = self._decode(text)
-        except (msgspec.DecodeError, ValueError, RecursionError) as e:
-            raise BadLine(f"the line is no JSON: {str(e)[:200]}") from None
-        if isinstance(found, str):
-            return found, {"url": found}
-        if not isinstance(found, dict):
-            raise BadLine(f"the line is JSON, but no object but {type(found).__name__}")
-        return None, found
+def parse_json(text: str) -> ParsedLine | None:
+    """Parse a line with one JSON object or one URL as a JSON string. Raises BadLine."""
+    if not text.strip():
+        return None
+    try:
+        found = _decode(text)
+    except (msgspec.DecodeError, ValueError, RecursionError) as e:
+        raise BadLine(f"the line is no JSON: {str(e)[:200]}") from None
+    if isinstance(found, str):
+        return found, {"url": found}
+    if not isinstance(found, dict):
+        raise BadLine(f"the line is JSON, but no object but {type(found).__name__}")
+    return None, found
 
 
-class Csv:
-    """Parser for CSV records. The columns come from the header or from the source's options."""
+def parse_csv(columns: Sequence[str], url: str, delimiter: str, text: str) -> ParsedLine | None:
+    """Parse a CSV record. `url` is the column with the URL. Raises BadLine.
 
-    def __init__(self, columns: Sequence[str], url: str, delimiter: str) -> None:
-        self._columns, self._url, self._delimiter = list(columns), url, delimiter
-
-    def read(self, text: str) -> tuple[str | None, dict[str, Any]] | None:
-        fields = row(text, self._delimiter)
-        if not any(fields):
-            return None
-        if len(fields) > len(self._columns):
-            raise BadLine(f"the line has {len(fields)} fields, the header {len(self._columns)}")
-        payload: dict[str, Any] = dict(zip(self._columns, fields, strict=False))
-        url = payload.get(self._url)
-        return (url.strip() if url else None), payload
+    The columns come from the header or from the source's options.
+    """
+    fields = row(text, delimiter)
+    if not any(fields):
+        return None
+    if len(fields) > len(columns):
+        raise BadLine(f"the line has {len(fields)} fields, the header {len(columns)}")
+    payload = dict(zip(columns, fields, strict=False))
+    found = payload.get(url)
+    return (found.strip() if found else None), payload
 
 
 def row(text: str, delimiter: str) -> list[str]:

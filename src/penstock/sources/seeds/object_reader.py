@@ -8,12 +8,21 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from functools import partial
+from typing import Final, NamedTuple
 
 from penstock.model import mint
 from penstock.ports import Finding
 from penstock.sources.seeds.files import ObjectUnreadable, OpenObject, SeedObject, SeedPlace
-from penstock.sources.seeds.formats import SHOWN, BadLine, Csv, Format, JsonLines, Text, row
+from penstock.sources.seeds.formats import (
+    SHOWN,
+    BadLine,
+    ParsedLine,
+    parse_csv,
+    parse_json,
+    parse_text,
+    row,
+)
 from penstock.sources.seeds.lines import BUDGET, Lines, Record, SizeLimits, Stream
 from penstock.sources.seeds.positions import ObjectPosition
 
@@ -64,7 +73,7 @@ class ObjectReader:
         self._busy, self._is_closing = threading.Lock(), False
         self._opened: OpenObject | None = None
         self._lines: Lines
-        self._format: Format | None = None
+        self._parse: Callable[[str], ParsedLine | None] | None = None
         self._verify_until: int | None = None  # offset up to which the content is verified first
 
     def step(self, limit: int) -> list[Finding]:
@@ -110,14 +119,15 @@ class ObjectReader:
         elif position.stamp == found.stamp or (
             grew and position.offset > MAX_VERIFIED and self._tail(position.offset) == position.tail
         ):
-            self._resume(position)
+            self._generation = position.generation
+            self._lines = self._new_lines(position.offset, position.line, position.sum)
         elif found.size < position.offset or (grew and position.offset > MAX_VERIFIED):
             self._restart(position.generation + 1)
         else:
             self._restart_verifying(position)
 
     def _restart(self, generation: int) -> None:
-        self._verify_until, self._format = None, None
+        self._verify_until, self._parse = None, None
         self._generation = generation
         self._lines = self._new_lines()
 
@@ -125,19 +135,6 @@ class ObjectReader:
         """Read from the start, and verify the content up to the position."""
         self._restart(position.generation)
         self._verify_until = position.offset
-
-    def _resume(self, position: ObjectPosition) -> None:
-        assert self._opened is not None
-        self._generation = position.generation
-        stream = Stream(self._opened, self._options.limits, gzip=False, offset=position.offset)
-        self._lines = Lines(
-            stream,
-            self._options.limits,
-            delimiter=self._delimiter,
-            offset=position.offset,
-            line=position.line,
-            sum=position.sum,
-        )
 
     def _verify(self, until: int) -> bool:
         """Verify the content before the position. Return False if the budget is used up.
@@ -154,17 +151,16 @@ class ObjectReader:
         self._lines.budget = BUDGET
         return True
 
-    def _new_lines(self) -> Lines:
+    def _new_lines(self, offset: int = 0, line: int = 1, sum: int = 0) -> Lines:
         assert self._opened is not None
         return Lines(
-            Stream(self._opened, self._options.limits, gzip=self._gzip),
+            Stream(self._opened, self._options.limits, gzip=self._gzip, offset=offset),
             self._options.limits,
-            delimiter=self._delimiter,
+            delimiter=self._options.delimiter if self._kind == "csv" else None,
+            offset=offset,
+            line=line,
+            sum=sum,
         )
-
-    @property
-    def _delimiter(self) -> str | None:
-        return self._options.delimiter if self._kind == "csv" else None
 
     def _tail(self, offset: int) -> int:
         assert self._opened is not None
@@ -173,9 +169,9 @@ class ObjectReader:
     # -- records -----------------------------------------------------------------------------------
 
     def _read(self, found: list[Finding], limit: int) -> None:
-        if self._format is None:
-            self._format = self._make_parser()
-        if self._format is not None:
+        if self._parse is None:
+            self._parse = self._make_parser()
+        if self._parse is not None:
             for _ in range(STEP_RECORDS):
                 if (
                     len(found) >= limit
@@ -192,12 +188,10 @@ class ObjectReader:
         if self._lines.ended:
             self._finish(found, limit)
 
-    def _make_parser(self) -> Format | None:
+    def _make_parser(self) -> Callable[[str], ParsedLine | None] | None:
         """Return the parser, or None if the header is not complete yet."""
-        if self._kind == "txt":
-            return Text()
-        if self._kind == "jsonl":
-            return JsonLines()
+        if self._kind != "csv":
+            return parse_text if self._kind == "txt" else parse_json
         columns = self._options.columns
         if not columns:
             head = self._new_lines() if self._lines.offset else self._lines
@@ -213,7 +207,7 @@ class ObjectReader:
                 hint='set column = "…" to the column with the URL, '
                 'or columns = ["url", …] for lists without a header',
             )
-        return Csv(columns, self._options.column, self._options.delimiter)
+        return partial(parse_csv, columns, self._options.column, self._options.delimiter)
 
     def _header(self, record: Record) -> list[str]:
         try:
@@ -232,8 +226,8 @@ class ObjectReader:
     def _add_finding(self, found: list[Finding], record: Record) -> None:
         raw = record.raw.removeprefix(BOM) if record.offset == 0 else record.raw
         self.step_bytes += len(raw)
-        parsed: tuple[str | None, dict[str, Any]] | None = None
-        assert self._format is not None
+        parsed: ParsedLine | None = None
+        assert self._parse is not None
         try:
             text, wrong = raw.decode(), record.wrong
         except UnicodeDecodeError:
@@ -243,7 +237,7 @@ class ObjectReader:
             )
         if not wrong:
             try:
-                parsed = self._format.read(text)
+                parsed = self._parse(text)
                 if parsed is None:
                     return
             except BadLine as e:
@@ -254,7 +248,7 @@ class ObjectReader:
         self,
         record: Record,
         text: str,
-        parsed: tuple[str | None, dict[str, Any]] | None,
+        parsed: ParsedLine | None,
         wrong: str,
     ) -> Finding:
         """Make a finding. Its id depends on the object's version, the offset and the record.
@@ -282,7 +276,7 @@ class ObjectReader:
         if not self._complete and (stream.cut or self._lines.rest() is not None):
             self.ended = self.is_incomplete = True
             return
-        if self._format is not None:
+        if self._parse is not None:
             if (record := self._lines.unclosed()) is not None:
                 self._add_finding(found, record)
                 return  # other lines may follow

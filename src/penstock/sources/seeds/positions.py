@@ -51,9 +51,9 @@ _encode = msgspec.msgpack.Encoder().encode
 _VERSION = 1
 
 
-def last_position(cursor: bytes) -> Last:
+def last_position(cursor: bytes | None) -> Last:
     try:
-        return _decode_head(cursor).last
+        return Last() if cursor is None else _decode_head(cursor).last
     except msgspec.MsgspecError:
         return Last()
 

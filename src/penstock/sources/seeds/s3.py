@@ -18,7 +18,7 @@ from penstock.sources.seeds.files import (
     ObjectUnreadable,
     OpenObject,
     SeedObject,
-    is_skipped,
+    is_wanted,
     stamp,
 )
 from penstock.sources.seeds.formats import format_of
@@ -49,11 +49,11 @@ class Bucket:
                 self._bucket, folder or None, offset=self._prefix[:-1] or None, chunk_size=1000
             ):
                 for meta in page:
-                    path = meta["path"]
-                    if path.startswith(self._prefix) and self._wanted(
-                        path[cut:], named=path == self._prefix
+                    path, name = meta["path"], meta["path"][cut:]
+                    if path == self._prefix or (
+                        path.startswith(self._prefix) and is_wanted(name, any_name=self._any_name)
                     ):
-                        found.append(_found(path[cut:], meta))
+                        found.append(_found(name, meta))
                     if len(found) > MAX_OBJECTS:
                         raise SourceDown(
                             f"there are more than {MAX_OBJECTS} objects under {self.identity}",
@@ -68,9 +68,6 @@ class Bucket:
         except (BaseError, OSError, ValueError) as e:
             raise self._error(e) from e
         return sorted(found, key=lambda f: f.name), []
-
-    def _wanted(self, name: str, *, named: bool) -> bool:
-        return named or (not is_skipped(name) and (self._any_name or format_of(name) is not None))
 
     def _error(self, e: Exception) -> SourceDown:
         error = refused(e, self.place, setting="the URL of the source", rights=RIGHTS)

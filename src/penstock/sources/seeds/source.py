@@ -146,13 +146,12 @@ class Seeds(BaseSource):
         That is so if the source reads once, if the object is immutable, or if it has not changed
         for 5 s or since the last round.
         """
-        if (
+        return (
             self.every is None
             or found.version is not None
             or self.context.clock.now() - found.at > QUIET_TIME
-        ):
-            return True
-        return position is not None and position.stamp == found.stamp
+            or (position is not None and position.stamp == found.stamp)
+        )
 
     # -- positions ---------------------------------------------------------------------------------
 
@@ -207,8 +206,6 @@ class Seeds(BaseSource):
         return positions.encode()
 
     def describe(self, cursor: bytes | None) -> str:
-        if cursor is None:
-            return "at the start"
         last = last_position(cursor)
         if not last.name:
             return "at the start"

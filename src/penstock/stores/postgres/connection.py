@@ -141,13 +141,6 @@ class PendingResults:
     def fetchall(self) -> list[Any]:
         return [row for answer in self._all for row in answer.fetchall()]
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.fetchall())
-
-    @property
-    def get(self) -> Any:
-        return next((answer.get for answer in self._all if answer.fetchall()), None)
-
 
 class Wire:
     """Implements stores.sql.Tx. Used by one thread at a time.
@@ -239,9 +232,6 @@ class Wire:
 
     def last_insert_rowid(self) -> int:
         return int(self.execute("SELECT lastval()").get)
-
-    def cursor(self) -> Any:
-        raise NotImplementedError("only SQLite has cursors: iterate over the result of execute")
 
     def rows(self, result: pq.abc.PGresult, n: int) -> list[Any]:
         self._loader.set_pgresult(result)

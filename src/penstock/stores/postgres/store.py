@@ -19,6 +19,7 @@ import psycopg
 from psycopg import sql as quoting
 
 from penstock.errors import StoreUnavailable, Unreachable
+from penstock.stores.group_commit import GroupCommitStore, Job, resolve, take
 from penstock.stores.postgres.connection import Wire, statements
 from penstock.stores.postgres.locks import FleetLock
 from penstock.stores.postgres.url import OLDEST, Address, refusal
@@ -58,7 +59,7 @@ _OUTAGE_STATES = ("25P03", "25006", "42501", "55P03")
 _RETRY_STATES = ("40001", "40P01")  # serialization failure, deadlock
 
 
-class PostgresStore:
+class PostgresStore(GroupCommitStore):
     """Implements ports.Store and stores.sql.SqlStore.
 
     `write` returns after COMMIT. Jobs that wait at the same time share one commit.
@@ -70,6 +71,7 @@ class PostgresStore:
     """
 
     pipelined = True
+    file: Path | None = None  # the store has no file on this machine
 
     def __init__(
         self, url: str, *, namespace: str, durability: str = "full", inline: bool = False
@@ -78,9 +80,7 @@ class PostgresStore:
         self.address = Address.parse(url)
         self.namespace, self.durability, self.inline = namespace, durability, inline
         self.path = self.address.label
-        self.rollbacks = 0
         self.key = zlib.crc32(namespace.encode()) - (1 << 31)
-        self._closed = False
         self._prepared = False
         self._exclusive = _Writer(self, locked=True)
         self._row_locking = _Writer(self, locked=False)
@@ -107,13 +107,9 @@ class PostgresStore:
         except psycopg.Error as e:
             self._exclusive.drop()
             raise refusal(e, self.address, self.namespace) from e
-        if found != version:
-            age = "a newer" if found > version else "an older"
-            raise Unreachable(
-                f"{self.path}: its {name} tables have version {found}, "
-                f"this Penstock knows {version}; they were written by {age} release",
-                hint="run that release, or give this one another namespace (PENSTOCK_NAMESPACE=…)",
-            )
+        self._refuse_other_version(
+            name, found, version, instead="another namespace (PENSTOCK_NAMESPACE=…)"
+        )
 
     def _prepare(self, wire: Wire) -> None:
         """Check the server's version and create the schema, once per process."""
@@ -188,36 +184,17 @@ class PostgresStore:
         has read do not change before its commit, as on SQLite. `alone=False` is for work that
         avoids conflicts by row locks.
         """
-        self._refuse_if_closed()
-        job = _Job(work, synced or (durable and self.durability == "full"))
+        job = self._job(work, durable=durable, synced=synced)
         writer = self._exclusive if alone else self._row_locking
-        if self.inline:
-            writer.execute_jobs([job])
-        else:
-            job.loop = asyncio.get_running_loop()
-            job.future = job.loop.create_future()
-            writer.add(job)
-            # A cancelled caller must not cancel the future: the job commits anyway.
-            await asyncio.shield(job.future)
-        result: T = job.outcome()
-        return result
+        return await self._committed(job, writer.execute_jobs, writer.add)
 
     def write_now(self, work: Callable[[Tx], T], *, durable: bool = True) -> T:
-        self._refuse_if_closed()
-        job = _Job(work, durable and self.durability == "full")
+        job = self._job(work, durable=durable)
         self._exclusive.execute_jobs([job])
-        result: T = job.outcome()
-        return result
+        return job.outcome()
 
     def before_commit(self, work: Callable[[], object], /) -> None:
         self._exclusive.before_commit.append(work)
-
-    def _refuse_if_closed(self) -> None:
-        if self._closed:
-            raise StoreUnavailable(
-                f"{self.path} is closed",
-                hint="open the store again: this process has closed it",
-            )
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -227,11 +204,6 @@ class PostgresStore:
             return self.read_now(work)
         self._refuse_if_closed()
         return await asyncio.get_running_loop().run_in_executor(self._reads, self.read_now, work)
-
-    @property
-    def file(self) -> Path | None:
-        """Always None, because the store has no file on this machine."""
-        return None
 
     def moment(self, work: Callable[[Tx], T]) -> T:
         """As SqlStore.moment."""
@@ -279,9 +251,6 @@ class PostgresStore:
 
     # -- closing -----------------------------------------------------------------------------------
 
-    async def close(self) -> None:
-        self.close_now()
-
     def close_now(self) -> None:
         if self._closed:
             return
@@ -300,7 +269,7 @@ class _Writer:
         self.lock = threading.RLock()  # only one thread at a time uses the connection
         self.before_commit: list[Callable[[], object]] = []
         self._wire = store.wire()
-        self._queue: deque[_Job] = deque()
+        self._queue: deque[Job[Any]] = deque()
         self._mutex = threading.Lock()
         self._busy = False
         self._committing = False
@@ -319,7 +288,7 @@ class _Writer:
         self._thread.shutdown()  # waits until all accepted jobs are written
         self.drop()
 
-    def add(self, job: _Job) -> None:
+    def add(self, job: Job[Any]) -> None:
         with self._mutex:
             self._queue.append(job)
             if self._busy:
@@ -330,18 +299,19 @@ class _Writer:
     def _drain(self) -> None:
         while True:
             with self._mutex:
-                group = [self._queue.popleft() for _ in range(min(len(self._queue), MAX_GROUP))]
+                group = take(self._queue, MAX_GROUP)
                 if not group:
                     self._busy = False
                     return
             self.execute_jobs(group)
-            for loop in {job.loop for job in group if job.loop is not None}:
+            for loop in {job.future.get_loop() for job in group}:
+                awaited = [job for job in group if job.future.get_loop() is loop]
                 with contextlib.suppress(RuntimeError):  # the loop was closed, so no caller waits
-                    loop.call_soon_threadsafe(_resolve, [job for job in group if job.loop is loop])
+                    loop.call_soon_threadsafe(resolve, awaited)
 
     # -- one transaction ---------------------------------------------------------------------------
 
-    def execute_jobs(self, group: Sequence[_Job]) -> None:
+    def execute_jobs(self, group: Sequence[Job[Any]]) -> None:
         """Run the jobs, and set the result or error of each.
 
         An outage fails the whole group. Then no change is written, unless the outage hid the result
@@ -357,7 +327,7 @@ class _Writer:
                 if (refused := self._attempt([job])) is not None:
                     self._retry_deadlock(job, refused)
 
-    def _retry_deadlock(self, job: _Job, refused: psycopg.Error) -> None:
+    def _retry_deadlock(self, job: Job[Any], refused: psycopg.Error) -> None:
         """Repeat a job whose statement was rejected, if the error is a deadlock or similar."""
         for _ in range(MAX_RETRIES):
             if refused.sqlstate not in _RETRY_STATES:
@@ -369,7 +339,7 @@ class _Writer:
             refused = again
         job.error = self.store.outage(refused, "does not take writes")
 
-    def _attempt(self, group: Sequence[_Job]) -> psycopg.Error | None:
+    def _attempt(self, group: Sequence[Job[Any]]) -> psycopg.Error | None:
         """Run one transaction. Return None if each job has its result or error.
 
         Return the error if the server rejected a statement of a job. Then no change is written.
@@ -394,7 +364,7 @@ class _Writer:
             self._fail(group, e)
         return None
 
-    def _transact(self, group: Sequence[_Job]) -> None:
+    def _transact(self, group: Sequence[Job[Any]]) -> None:
         self.before_commit.clear()
         wire = self.opened()
         wire.execute("BEGIN")
@@ -402,34 +372,11 @@ class _Writer:
         wire.execute("SET LOCAL synchronous_commit TO off")
         if self.locked:
             wire.execute("SELECT pg_advisory_xact_lock(?, ?)", (LOCK_SPACE, self.store.key))
-        if self._run(wire, group):
+        self.store.run_jobs(wire, group, (psycopg.Error,))
+        if len(group) > 1 or group[0].error is None:
             self._commit(wire, group)
 
-    def _run(self, wire: Wire, group: Sequence[_Job]) -> bool:
-        """Run the jobs. A job that raises is rolled back alone.
-
-        Return False if the transaction has ended, because its only job was rolled back.
-        """
-        for job in group:
-            if len(group) > 1:
-                wire.execute("SAVEPOINT job")
-            try:
-                job.result, job.error = job.work(wire), None
-            except psycopg.Error:
-                raise
-            except BaseException as e:
-                job.error = e
-                self.store.rollbacks += 1
-                wire.sync()
-                wire.execute("ROLLBACK" if len(group) == 1 else "ROLLBACK TO SAVEPOINT job")
-            if len(group) > 1:
-                wire.execute("RELEASE SAVEPOINT job")
-        wire_idle = len(group) == 1 and group[0].error is not None
-        if wire_idle:
-            wire.sync()
-        return not wire_idle
-
-    def _commit(self, wire: Wire, group: Sequence[_Job]) -> None:
+    def _commit(self, wire: Wire, group: Sequence[Job[Any]]) -> None:
         if self.before_commit:
             wire.sync()
             for work in self.before_commit:
@@ -456,36 +403,12 @@ class _Writer:
             self._wire.close()
 
     def _fail(
-        self, group: Sequence[_Job], e: BaseException, cause: BaseException | None = None
+        self, group: Sequence[Job[Any]], e: BaseException, cause: BaseException | None = None
     ) -> None:
         if cause is not None:
             e.__cause__ = cause
         for job in group:
             job.error = e
-
-
-class _Job:
-    """One `work(tx)`, with its result or error."""
-
-    __slots__ = ("durable", "error", "future", "loop", "result", "work")
-
-    def __init__(self, work: Callable[[Tx], Any], durable: bool) -> None:
-        self.work, self.durable = work, durable
-        self.loop: asyncio.AbstractEventLoop | None = None
-        self.future: asyncio.Future[None] | None = None
-        self.result: Any = None
-        self.error: BaseException | None = None
-
-    def outcome(self) -> Any:
-        if self.error is not None:
-            raise self.error
-        return self.result
-
-
-def _resolve(jobs: Sequence[_Job]) -> None:
-    for job in jobs:
-        if job.future is not None and not job.future.done():
-            job.future.set_result(None)
 
 
 def is_outage(e: psycopg.Error) -> bool:

@@ -71,70 +71,76 @@ class Address:
         return text
 
 
-def refusal(e: psycopg.Error, address: Address, namespace: str) -> PenstockError:
-    """Return the error, with a hint, to raise if the store cannot be opened.
+# SQLSTATE and text of an error -> message and hint. The client gets the server's FATAL messages
+# without an SQLSTATE, so they are recognised by their text.
+_EXPLANATIONS = (
+    (
+        r"^42501 ",
+        "{label}: {user} may not create the tables of Penstock in schema {namespace}: {text}",
+        'run as an owner of the database: CREATE SCHEMA "{namespace}" AUTHORIZATION {user}, '
+        "or GRANT CREATE ON DATABASE {database_or} TO {user}",
+    ),
+    (
+        r"authentication failed|no password supplied",
+        "{label} refuses the user or the password",
+        f"check both in the URL ({EXAMPLE}), or PGPASSWORD",
+    ),
+    (
+        r'database "[^"]*" does not exist',
+        "{label}: there is no such database",
+        "run createdb {database}, or name another one in the URL",
+    ),
+    (
+        r'role "[^"]*" does not exist',
+        "{label}: the server has no user {user}",
+        "run createuser {user}, or name another one in the URL",
+    ),
+    (
+        r"pg_hba\.conf",
+        "{label} does not accept connections from this machine: {reason}",
+        "add a line for this client to the server's pg_hba.conf, or try sslmode=require",
+    ),
+    (
+        r"^53300 |too many clients|remaining connection slots",
+        "{label} has no free connection",
+        "raise max_connections (a worker uses up to four, and one for each sink with an outbox), "
+        "or stop other clients",
+    ),
+    (
+        r"could not translate host name|resolve host",
+        "{label}: the host's name cannot be resolved",
+        "check the host in the URL",
+    ),
+    (
+        r"server closed the connection|received invalid response",
+        "{label} closed the connection: {reason}",
+        "check that the port belongs to PostgreSQL, and whether it requires TLS (sslmode=require)",
+    ),
+)
+_REJECTED = ("cannot prepare the store {label}: {text}", "run `penstock doctor`")
+_NOT_REACHED = (
+    "{label} cannot be reached: {reason}",
+    "check that the server runs, and host and port in the URL",
+)
 
-    The client gets the server's FATAL messages without an SQLSTATE. So this function recognises
-    them by their text.
-    """
+
+def refusal(e: psycopg.Error, address: Address, namespace: str) -> PenstockError:
+    """Return the error, with a hint, to raise if the store cannot be opened."""
     text = address.without_secrets(" ".join(str(e).split()))
-    user, database = address.options.get("user") or "you", address.options.get("dbname") or ""
-    label = address.label
-    if e.sqlstate == "42501":
-        return Unreachable(
-            f"{label}: {user} may not create the tables of Penstock in schema {namespace}: {text}",
-            hint="run as an owner of the database: "
-            f'CREATE SCHEMA "{namespace}" AUTHORIZATION {user}, '
-            f"or GRANT CREATE ON DATABASE {database or '…'} TO {user}",
-        )
-    if (
-        "password authentication failed" in text
-        or "no password supplied" in text
-        or "authentication failed" in text
-    ):
-        return Unreachable(
-            f"{label} refuses the user or the password",
-            hint=f"check both in the URL ({EXAMPLE}), or PGPASSWORD",
-        )
-    if re.search(r'database "[^"]*" does not exist', text):
-        return Unreachable(
-            f"{label}: there is no such database",
-            hint=f"run createdb {database}, or name another one in the URL",
-        )
-    if re.search(r'role "[^"]*" does not exist', text):
-        return Unreachable(
-            f"{label}: the server has no user {user}",
-            hint=f"run createuser {user}, or name another one in the URL",
-        )
-    if "pg_hba.conf" in text:
-        return Unreachable(
-            f"{label} does not accept connections from this machine: {_first_reason(text)}",
-            hint="add a line for this client to the server's pg_hba.conf, or try sslmode=require",
-        )
-    if "too many clients" in text or "remaining connection slots" in text or e.sqlstate == "53300":
-        return Unreachable(
-            f"{label} has no free connection",
-            hint="raise max_connections (a worker uses up to four, and one for each sink with an "
-            "outbox), or stop other clients",
-        )
-    if "could not translate host name" in text or "resolve host" in text:
-        return Unreachable(
-            f"{label}: the host's name cannot be resolved", hint="check the host in the URL"
-        )
-    if "server closed the connection" in text or "received invalid response" in text:
-        return Unreachable(
-            f"{label} closed the connection: {_first_reason(text)}",
-            hint="check that the port belongs to PostgreSQL, and whether it requires TLS "
-            "(sslmode=require)",
-        )
-    if e.sqlstate is not None:
-        return Unreachable(
-            f"cannot prepare the store {label}: {text}", hint="run `penstock doctor`"
-        )
-    return Unreachable(
-        f"{label} cannot be reached: {_first_reason(text)}",
-        hint="check that the server runs, and host and port in the URL",
-    )
+    database = address.options.get("dbname") or ""
+    facts = {
+        "label": address.label,
+        "text": text,
+        "reason": _first_reason(text),
+        "user": address.options.get("user") or "you",
+        "database": database,
+        "database_or": database or "…",
+        "namespace": namespace,
+    }
+    otherwise = _NOT_REACHED if e.sqlstate is None else _REJECTED
+    found = ((m, h) for p, m, h in _EXPLANATIONS if re.search(p, f"{e.sqlstate} {text}"))
+    message, hint = next(found, otherwise)
+    return Unreachable(message.format(**facts), hint=hint.format(**facts))
 
 
 def _first_reason(text: str) -> str:
