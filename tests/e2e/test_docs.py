@@ -381,9 +381,9 @@ def test_no_broker_adapter_overrides_a_conformance_test() -> None:
 @pytest.mark.parametrize(
     ("scheme", "options"),
     [
-        ("redis", {"volatile", *redis.TLS_OPTIONS}),
-        ("amqp", {"heartbeat", *rabbitmq_link.TLS_OPTIONS, *rabbitmq_link.OWN_OPTIONS}),
-        ("kafka", set(kafka_dsn._READ)),
+        ("redis", {*redis._OPTIONS, *redis._TLS_OPTIONS}),
+        ("amqp", set(rabbitmq_link._OPTIONS)),
+        ("kafka", set(kafka_dsn.OPTIONS)),
         ("sqs", set(sqs_wire._OPTIONS)),
     ],
 )

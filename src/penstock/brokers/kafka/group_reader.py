@@ -16,12 +16,7 @@ from confluent_kafka import KafkaError
 
 from penstock.brokers.kafka.commits import CommitRequest, Commits
 from penstock.brokers.kafka.consumer import GroupConsumer
-from penstock.brokers.kafka.entries import (
-    MESSAGE_OVERHEAD,
-    BufferedMessage,
-    Partition,
-    Run,
-)
+from penstock.brokers.kafka.entries import MESSAGE_OVERHEAD, BufferedMessage, Partition, Run
 from penstock.brokers.kafka.message import dead_letter, retry
 from penstock.brokers.kafka.producer import BatchProducer, Message
 from penstock.brokers.kafka.topics import Layout, TopicAndPartition

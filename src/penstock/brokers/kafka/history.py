@@ -47,6 +47,7 @@ def read(settings: Settings, plan: Layout, spans: Spans, limit: int) -> list[Buf
         | {"queued.min.messages": min(100_000, 2 * limit)}
         | settings.rdkafka
     )
+    parts = {at: Partition(plan, *at, Window(0, 0), "") for at in open_spans}
     try:
         left = dict.fromkeys(open_spans, limit)
         consumer.assign([TopicPartition(*at, span[0]) for at, span in open_spans.items()])
@@ -61,8 +62,7 @@ def read(settings: Settings, plan: Layout, spans: Spans, limit: int) -> list[Buf
                 if at not in left:
                     continue
                 if error is None and offset < open_spans[at][1]:
-                    part = Partition(plan, *at, Window(0, 0), "")
-                    found.append(read_message(m, part))
+                    found.append(read_message(m, parts[at]))
                     left[at] -= 1
                 if error is not None or left[at] == 0 or offset + 1 >= open_spans[at][1]:
                     del left[at]

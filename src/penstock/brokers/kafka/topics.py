@@ -22,6 +22,7 @@ from confluent_kafka import (
 from confluent_kafka import admin as _admin
 from confluent_kafka.admin import AdminClient
 
+from penstock.brokers.dead_copies import DEAD
 from penstock.brokers.kafka.url import Settings, unavailable_error, unreachable_error
 from penstock.config.units import write_duration
 from penstock.errors import ConfigError
@@ -33,7 +34,6 @@ from penstock.stores.kafka_access import error_of, weightier
 _api: Any = _admin  # the library does not export these names to type checkers
 TopicAndPartition = tuple[str, int]  # server-side name and partition number
 NORMAL = 1
-DEAD = ".dead"
 # Suffixes of the priority classes. Normal has none, so that other programs find the topic.
 _CLASSES = {0: ".high", 2: ".low"}
 _PARTITION_BITS, _OFFSET_BITS = 12, 46
