@@ -148,7 +148,7 @@ async def test_a_group_declared_by_another_process_gets_the_messages(
 ) -> None:
     url = server("sqs").url
     async with at(url, "", TopicSpec(name="t", groups=("main", "archive"))) as elsewhere:
-        here = opened(url, elsewhere.address.prefix)
+        here = opened(url, elsewhere.client.address.prefix)
         try:
             assert list(await here.publish([out("a")])) == [Published.OK]
         finally:
