@@ -173,19 +173,19 @@ async def test_a_publish_in_one_process_wakes_a_receiver_in_another(fleet: Fleet
     sub = other.subscribe("t", "main", owner="w", lease=30.0)
     waiting = asyncio.create_task(sub.receive(5, 50.0))
     while (  # noqa: ASYNC110
-        fleet.sql(f"SELECT 1 FROM pg_stat_activity WHERE query='LISTEN {other.listener.channel}'")
+        fleet.sql(f"SELECT 1 FROM pg_stat_activity WHERE query='LISTEN {other.notifier.channel}'")
         == []
     ):
         await asyncio.sleep(0.01)
     woken = 0
-    asked = other.listener._wake
+    asked = other.notifier._wake
 
     def counting(topics: Any) -> None:
         nonlocal woken
         woken += 1
         asked(topics)
 
-    other.listener._wake = counting
+    other.notifier._wake = counting
     began = time.monotonic()
     # The first publish notifies with its commit. The others share one later notification.
     for i in range(20):

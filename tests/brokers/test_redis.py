@@ -23,6 +23,7 @@ from penstock.clock import SystemClock
 from penstock.errors import ConfigError, StoreUnavailable, Unreachable
 from penstock.model import Ack, Dead, Retry
 from penstock.ports import Broker, Delivery, Out, Published, Subscription, TopicSpec
+from penstock.rules.priority import CLASSES
 from penstock.stores.redis import Server, judge, parse
 
 pytestmark = pytest.mark.server("redis")
@@ -363,7 +364,7 @@ def test_a_position_is_unique_and_can_be_converted_back_to_its_entry() -> None:
         )
         p = position(rank, f"{ms}-{seq}".encode())
         assert 0 < p < 1 << 63
-        assert entry_of(p) == (adapter.CLASSES[rank], f"{ms}-{seq}")
+        assert entry_of(p) == (CLASSES[rank], f"{ms}-{seq}")
         seen.add((p, (rank, ms, seq)))
     assert len({p for p, _ in seen}) == len(seen)
 

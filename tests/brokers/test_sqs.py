@@ -23,6 +23,7 @@ from penstock.clock import SystemClock
 from penstock.errors import ConfigError, PenstockError, StoreUnavailable, Unreachable
 from penstock.model import Dead, Release, Retry
 from penstock.ports import Broker, Out, Published, TopicSpec
+from penstock.rules import priority
 
 pytestmark = pytest.mark.server("sqs")
 
@@ -33,10 +34,10 @@ def opened(url: str, namespace: str) -> SqsBroker:
 
 async def removed(broker: SqsBroker) -> None:
     """Delete the queues of the namespace."""
-    for url in (await broker.call("list_queues", QueueNamePrefix=broker.address.prefix + "-")).get(
-        "QueueUrls", []
-    ):
-        await broker.call("delete_queue", QueueUrl=url)
+    for url in (
+        await broker.client.call("list_queues", QueueNamePrefix=broker.client.address.prefix + "-")
+    ).get("QueueUrls", []):
+        await broker.client.call("delete_queue", QueueUrl=url)
 
 
 class TestSqs(Served):
@@ -64,7 +65,7 @@ class TestSqs(Served):
 # -- guarantees and limits of SQS only -------------------------------------------------------------
 
 Place = Callable[[str], Handle]
-NORMAL = wire.QueueId("t", "main", wire.NORMAL)
+NORMAL = wire.QueueId("t", "main", priority.NORMAL)
 
 
 @contextlib.asynccontextmanager
@@ -86,7 +87,9 @@ def out(id_: str, **more: object) -> Out:
 
 async def test_a_message_of_another_tool_is_delivered_unchanged(server: Place) -> None:
     async with at(server("sqs").url) as broker:
-        sent = await broker.call_queue(NORMAL, "send_message", MessageBody='{"made": "by hand"}')
+        sent = await broker.client.call_queue(
+            NORMAL, "send_message", MessageBody='{"made": "by hand"}'
+        )
         (d,) = await broker.subscribe("t", "main", owner="w", lease=30).receive(5, 20.0)
         assert (d.id, d.body, d.headers) == (sent["MessageId"], b'{"made": "by hand"}', {})
 
@@ -131,7 +134,7 @@ async def test_a_message_received_before_its_due_time_is_delivered_when_due(serv
                 wire.ATTRIBUTE: {"DataType": "String", "StringValue": packed.attributes}
             },
         }
-        await broker.call_queue(NORMAL, "send_message", **fields)
+        await broker.client.call_queue(NORMAL, "send_message", **fields)
         sub = broker.subscribe("t", "main", owner="w", lease=30)
         early = await sub.receive(5, 0.5)
         assert not early or time.time() >= due
@@ -145,7 +148,7 @@ async def test_a_group_declared_by_another_process_gets_the_messages(
 ) -> None:
     url = server("sqs").url
     async with at(url, "", TopicSpec(name="t", groups=("main", "archive"))) as elsewhere:
-        here = opened(url, elsewhere.address.prefix)
+        here = opened(url, elsewhere.client.address.prefix)
         try:
             assert list(await here.publish([out("a")])) == [Published.OK]
         finally:
@@ -162,17 +165,19 @@ async def test_a_queue_with_other_settings_is_reported_and_not_changed(
 ) -> None:
     url = server("sqs").url
     async with at(url, "", TopicSpec(name="other")) as broker:
-        name = wire.queue_name(broker.address.prefix, NORMAL)
-        made = await broker.call("create_queue", QueueName=name, Attributes={"DelaySeconds": "5"})
-        dead = await broker.call(
+        name = wire.queue_name(broker.client.address.prefix, NORMAL)
+        made = await broker.client.call(
+            "create_queue", QueueName=name, Attributes={"DelaySeconds": "5"}
+        )
+        dead = await broker.client.call(
             "get_queue_attributes",
-            QueueUrl=await broker.declare(wire.dead_queue("t")),
+            QueueUrl=await broker.client.declare(wire.dead_queue("t")),
             AttributeNames=["QueueArn"],
         )
         policy = (
             f'{{"deadLetterTargetArn":"{dead["Attributes"]["QueueArn"]}","maxReceiveCount":"3"}}'
         )
-        await broker.call(
+        await broker.client.call(
             "set_queue_attributes", QueueUrl=made["QueueUrl"], Attributes={"RedrivePolicy": policy}
         )
         drift = await broker.ensure([TopicSpec(name="t")])
@@ -180,7 +185,7 @@ async def test_a_queue_with_other_settings_is_reported_and_not_changed(
         assert name in drift[0]
         assert "delays every message by 5 s" in drift[0]
         assert "after 3 receives" in drift[1]
-        after = await broker.call(
+        after = await broker.client.call(
             "get_queue_attributes", QueueUrl=made["QueueUrl"], AttributeNames=["DelaySeconds"]
         )
         assert after["Attributes"]["DelaySeconds"] == "5"

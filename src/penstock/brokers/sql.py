@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from penstock.brokers.dead_copies import DEAD
 from penstock.clock import wait
 from penstock.model import Outcome
 from penstock.ports import (
@@ -256,7 +257,7 @@ class BoundSqlQueue(Queue, QueueReports):
 
     def stats(self, topic: str, group: str) -> Stats:
         ready, leased, delayed, oldest = self._figures(topic, group)
-        dead = self.tx.execute("SELECT letters FROM topic WHERE name=?", (topic + ".dead",)).get
+        dead = self.tx.execute("SELECT letters FROM topic WHERE name=?", (topic + DEAD,)).get
         age = None if oldest is None else max(0.0, self.clock.now() - oldest)
         return Stats(
             ready=ready,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+CLASSES = ("high", "normal", "low")  # part of the names of queues and streams on servers
+NORMAL = 1
 WEIGHTS = (16, 4, 1)  # high, normal, low: messages of each class in 21 consecutive ones
 LOWEST = len(WEIGHTS) - 1
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from penstock.brokers.postgres import statements as sql
-from penstock.brokers.postgres.notify import Listener
+from penstock.brokers.postgres.notify import Notifier
 from penstock.brokers.postgres.queue import PostgresQueue, Received
 from penstock.brokers.sql import SqlQueue, SqlSubscription
 from penstock.errors import StoreUnavailable
@@ -29,10 +29,10 @@ class PostgresBroker(SqlQueue):
     def __init__(self, db: PostgresStore, clock: Clock) -> None:
         self.db: PostgresStore = db
         super().__init__(db, clock, sql.SCHEMA)
-        self.listener = Listener(db, self.waiters, super().wake)
+        self.notifier = Notifier(db, self.waiters, super().wake)
 
     def bind(self, tx: Tx) -> PostgresQueue:
-        return PostgresQueue(tx, self, self.listener)
+        return PostgresQueue(tx, self, self.notifier)
 
     async def publish(self, batch: Sequence[Out]) -> Sequence[Published]:
         if not batch:
@@ -60,11 +60,11 @@ class PostgresBroker(SqlQueue):
     def wake(self, topics: Iterable[str]) -> None:
         """Wake receivers here and notify other processes. Call it after a commit, on the loop."""
         super().wake(topics)
-        self.listener.send_deferred()
+        self.notifier.send_deferred()
 
     async def close(self) -> None:
         """Stop listening. The caller that opened the store closes it."""
-        await self.listener.close()
+        await self.notifier.close()
 
 
 class PostgresSubscription(SqlSubscription[PostgresBroker]):
@@ -96,7 +96,7 @@ class PostgresSubscription(SqlSubscription[PostgresBroker]):
             now = b.clock.now()
             if now >= until:
                 return []
-            b.listener.start()
+            b.notifier.start()
             pause = (
                 CONTENTION_DELAY
                 if got.contended

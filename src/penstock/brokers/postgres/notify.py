@@ -20,10 +20,10 @@ NOTIFY_INTERVAL = 0.05
 RECONNECT_DELAY = 5.0
 
 
-class Listener:
+class Notifier:
     """Listens for and sends notifications.
 
-    `tell_in` and `defer_notification` may be called on any thread, the other methods on the event
+    `notify_in` and `defer_notification` may be called on any thread, the other methods on the event
     loop's thread.
     """
 
@@ -63,7 +63,7 @@ class Listener:
 
     # -- notifying ---------------------------------------------------------------------------------
 
-    def tell_in(self, tx: Tx, topics: Iterable[str]) -> None:
+    def notify_in(self, tx: Tx, topics: Iterable[str]) -> None:
         """Notify other processes at commit.
 
         If this process notified less than 50 ms ago, the notification is deferred.

@@ -12,7 +12,7 @@ import msgspec
 
 from penstock.brokers.dead_copies import dead_copy
 from penstock.brokers.postgres import statements as sql
-from penstock.brokers.postgres.notify import Listener
+from penstock.brokers.postgres.notify import Notifier
 from penstock.brokers.postgres.reports import PostgresReports
 from penstock.brokers.sql import NEVER, Group, SqlQueue
 from penstock.model import Ack, Dead, Outcome, Release, Retry
@@ -34,9 +34,9 @@ class Received(msgspec.Struct):
 class PostgresQueue(PostgresReports):
     """Implements the queue in one transaction."""
 
-    def __init__(self, tx: Tx, queue: SqlQueue, listener: Listener) -> None:
+    def __init__(self, tx: Tx, queue: SqlQueue, notifier: Notifier) -> None:
         super().__init__(tx, queue)
-        self._listener = listener
+        self._notifier = notifier
 
     # -- publishing --------------------------------------------------------------------------------
 
@@ -80,7 +80,7 @@ class PostgresQueue(PostgresReports):
                     self.clock.now(),
                 ),
             )
-            self._listener.tell_in(self.tx, {m.topic for m in outs})
+            self._notifier.notify_in(self.tx, {m.topic for m in outs})
             for (at, _), (seq,) in zip(placed, seqs.fetchall(), strict=True):
                 answers[at] = (Published.OK, seq)
         return answers
@@ -219,20 +219,20 @@ class PostgresQueue(PostgresReports):
             )
             sent.append((numbers, self.tx.execute(sql.SETTLE, bindings)))
         answers = [False] * len(items)
-        letters: list[Out] = []
+        copies: list[Out] = []
         for numbers, settled in sent:
             done = {seq for (seq,) in settled.fetchall()}
             for (seq, _), n in numbers.items():
                 d, outcome = items[n]
                 answers[n] = seq in done
                 if answers[n] and isinstance(outcome, Dead):
-                    letters.append(dead_copy(d, outcome.reason))
-        if letters:
-            self.publish(letters)
-            for topic, n in Counter(m.topic for m in letters).items():
+                    copies.append(dead_copy(d, outcome.reason))
+        if copies:
+            self.publish(copies)
+            for topic, n in Counter(m.topic for m in copies).items():
                 self.tx.execute("UPDATE topic SET letters=letters+? WHERE name=?", (n, topic))
         if any(isinstance(outcome, Release | Retry) for _, outcome in items):
-            self._listener.defer_notification({d.topic for d, _ in items})
+            self._notifier.defer_notification({d.topic for d, _ in items})
         return answers
 
     def extend(
@@ -287,17 +287,17 @@ class PostgresQueue(PostgresReports):
             "UPDATE queue SET at=?1 WHERE grp=?2 AND seq=ANY(?3::bigint[]) AND state=2 AND at>?1",
             (now, g.id, bigints(positions)),
         )
-        self._listener.defer_notification([topic])
+        self._notifier.defer_notification([topic])
 
     def pause(self, topic: str, reason: str | None) -> bool:
-        self._listener.defer_notification([topic])
+        self._notifier.defer_notification([topic])
         return super().pause(topic, reason)
 
     # -- history -----------------------------------------------------------------------------------
 
     def replay(self, topic: str, group: str, since: float) -> int:
         g = self.group(topic, group)
-        self._listener.tell_in(self.tx, [topic])
+        self._notifier.notify_in(self.tx, [topic])
         return int(
             self.tx.execute(sql.REPLAY, (g.id, g.topic, since, g.ordered, self.clock.now())).get
         )

@@ -19,7 +19,6 @@ from penstock.brokers.rabbitmq.publisher import OutgoingMessage, Publisher, decl
 from penstock.brokers.rabbitmq.subscription import RabbitSubscription
 from penstock.brokers.rabbitmq.topology import (
     LEVELS,
-    NORMAL,
     Names,
     Queue,
     clamp_priority,
@@ -28,6 +27,7 @@ from penstock.brokers.rabbitmq.topology import (
 )
 from penstock.errors import ConfigError, StoreUnavailable, Unreachable
 from penstock.ports import Capabilities, Clock, Out, Published, Stats, Subscription, TopicSpec
+from penstock.rules.priority import NORMAL
 from penstock.stores.context import Context
 
 # Missing features:
@@ -117,7 +117,7 @@ class RabbitBroker:
                 await declare_exchange(channel, name)
         for queue in queues:
             channel = await self._declare_queue(channel, queue, drift)
-        await self._close_channel(channel)
+        await self.consuming.close_channel(channel)
         return drift
 
     async def _declare_queue(self, channel: Channel, queue: Queue, drift: list[str]) -> Channel:
@@ -144,10 +144,6 @@ class RabbitBroker:
                 for exchange, pattern in queue.bindings:
                     await channel.queue_bind(queue.name, exchange, pattern)
         return channel
-
-    async def _close_channel(self, channel: Channel) -> None:
-        with self.consuming.outage():
-            await channel.close()
 
     # -- publishing --------------------------------------------------------------------------------
 
@@ -260,7 +256,7 @@ class RabbitBroker:
                     except amqp.ChannelNotFoundEntity:
                         channel = None
         if channel is not None:
-            await self._close_channel(channel)
+            await self.consuming.close_channel(channel)
         return total
 
     async def peek(self, topic: str, limit: int) -> Sequence[Out]:
@@ -287,12 +283,11 @@ class RabbitBroker:
                         return []
                 for held in seen:
                     await channel.basic_nack(held.tag, requeue=True, wait=False)
-        await self._close_channel(channel)
+        await self.consuming.close_channel(channel)
         if self.consuming.version < (4, 3):
             for held in seen:
                 if len(self.peeked) < MAX_PEEKED:
                     self.peeked[topic, held.id] = self.peeked.get((topic, held.id), 0) + 1
-        oldest = sorted(seen, key=lambda held: number(held.at))[:limit]
         return [
             Out(
                 topic=topic,
@@ -303,22 +298,17 @@ class RabbitBroker:
                 priority=held.priority,
                 not_before=held.due,
             )
-            for held in oldest
+            for held in sorted(seen, key=lambda held: number(held.at))[:limit]
         ]
 
     async def purge(self, topic: str) -> int:
-        max_removed = 0
-        for group in [*self._groups.get(topic, {"main": None})]:
-            max_removed = max(
-                max_removed,
-                await self._purge_queues(
-                    [
-                        self.names.queue(topic, group, priority)
-                        for priority in priority_classes(topic)
-                    ]
-                ),
+        removed = [
+            await self._purge_queues(
+                [self.names.queue(topic, group, priority) for priority in priority_classes(topic)]
             )
-        return max_removed + await self._purge_queues(
+            for group in [*self._groups.get(topic, {"main": None})]
+        ]
+        return max(removed, default=0) + await self._purge_queues(
             [self.names.delay_queue(topic, level) for _, level in LEVELS]
         )
 

@@ -150,11 +150,10 @@ class Connection:
                     )
             except BaseException as e:
                 transport.abort()
-                if isinstance(e, asyncio.CancelledError) and not _is_task_cancelled(e):
+                ended = isinstance(e, asyncio.CancelledError) and not is_task_cancelled()
+                if ended or isinstance(e, CONNECTION_ERRORS):
                     raise self._explain(e) from e
-                if not isinstance(e, CONNECTION_ERRORS):
-                    raise
-                raise self._explain(e) from e
+                raise
             self.version = _version(connection.server_properties)
             if self.version < MIN_VERSION:
                 await connection.close()
@@ -219,6 +218,11 @@ class Connection:
                 assert isinstance(channel, Channel)
                 return channel
 
+    async def close_channel(self, channel: Channel) -> None:
+        """Close a channel. Raises StoreUnavailable."""
+        with self.outage():
+            await channel.close()
+
     async def blocked(self, timeout: float) -> bool:
         """Return True if the server blocks publishing for all of the next `timeout` seconds.
 
@@ -249,7 +253,7 @@ class Connection:
                 f"the connection to RabbitMQ at {self.address.host_port} was lost: {_error_text(e)}"
             ) from e
         except asyncio.CancelledError as e:
-            if _is_task_cancelled(e):
+            if is_task_cancelled():
                 raise
             raise StoreUnavailable(
                 f"the connection to RabbitMQ at {self.address.host_port} was lost"
@@ -274,7 +278,7 @@ class Connection:
                 self.abort()
 
 
-def _is_task_cancelled(e: asyncio.CancelledError) -> bool:
+def is_task_cancelled() -> bool:
     """Return True if this task was cancelled.
 
     The library also raises CancelledError in tasks that wait on a connection when it ends.

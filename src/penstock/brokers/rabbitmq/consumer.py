@@ -13,7 +13,7 @@ from aiormq.channel import Channel
 
 from penstock.brokers.rabbitmq.connection import RESPONSE_TIMEOUT, Connection
 from penstock.brokers.rabbitmq.message import HeldMessage, read_message
-from penstock.brokers.rabbitmq.topology import CLASSES
+from penstock.rules.priority import CLASSES
 
 MAX_PREFETCH = 65535  # limit of the protocol
 
@@ -132,8 +132,7 @@ class ConsumerChannel:
             self._acks_confirmed = upto
 
     async def close(self) -> None:
-        with self._connection.outage():
-            await self._channel.close()
+        await self._connection.close_channel(self._channel)
 
     def on_end(self, closed: Callable[[], Any], consumer_cancelled: Callable[[], Any]) -> None:
         """Call `closed` when the channel closes, and the other after the server cancels a consumer.

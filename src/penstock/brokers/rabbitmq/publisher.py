@@ -13,7 +13,12 @@ from aiormq import exceptions as amqp
 from aiormq.channel import Channel
 from pamqp.commands import Basic
 
-from penstock.brokers.rabbitmq.connection import CONNECTION_ERRORS, RESPONSE_TIMEOUT, Connection
+from penstock.brokers.rabbitmq.connection import (
+    CONNECTION_ERRORS,
+    RESPONSE_TIMEOUT,
+    Connection,
+    is_task_cancelled,
+)
 from penstock.brokers.rabbitmq.topology import Names
 from penstock.errors import Unreachable
 from penstock.ports import Published
@@ -56,15 +61,12 @@ class Publisher:
         if await self.connection.blocked(timeout):
             return [Published.FULL] * len(messages)
         last = len(messages) - 1
-        if not last:
-            answers = [await self._publish_one(channel, messages[0], flush=True)]
-        else:
-            answers = await asyncio.gather(
-                *(
-                    self._publish_one(channel, message, flush=i == last)
-                    for i, message in enumerate(messages)
-                )
+        answers = await asyncio.gather(
+            *(
+                self._publish_one(channel, message, flush=i == last)
+                for i, message in enumerate(messages)
             )
+        )
         # One message made the server close the channel. Send them one by one to find it.
         if last and None in answers:
             for i, answer in enumerate(answers):
@@ -125,8 +127,7 @@ class Publisher:
         except CONNECTION_ERRORS:
             return Published.UNKNOWN
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
+            if is_task_cancelled():
                 raise
             return Published.UNKNOWN
         finally:

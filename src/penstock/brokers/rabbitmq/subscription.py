@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -112,11 +113,9 @@ class RabbitSubscription:
                 due = self._backlog.next_due()
                 if due is not None:
                     left = min(left, max(0.0, due - self.broker.clock.now()))
-                try:
+                with suppress(TimeoutError):
                     async with asyncio.timeout(left):
                         await self._changed.wait()
-                except TimeoutError:
-                    pass
         finally:
             self._receivers_waiting -= 1
             self._last_receive_end = loop.time()
@@ -212,12 +211,10 @@ class RabbitSubscription:
         """Publish a copy of the message to a delay queue, or with an id. Then ack the message."""
         message = self._outgoing(held, due=held.due, count=held.deliveries - 1)
         while channel.alive:
-            try:
+            with suppress(StoreUnavailable):
                 if (await self.broker.publisher.send([message]))[0] is Published.OK:
                     await channel.ack([held.tag])
                     return
-            except StoreUnavailable:
-                pass
             await asyncio.sleep(REPUBLISH_INTERVAL)
 
     def _take(self, epoch: int, limit: int, per_key: int) -> list[Delivery]:
@@ -226,7 +223,17 @@ class RabbitSubscription:
             self._backlog.put(held)
         taken: list[Delivery] = []
         for held in self._backlog.take(limit, per_key):
-            delivery = self._delivery(epoch, held)
+            delivery = Delivery(
+                topic=self.topic,
+                group=self.group,
+                id=held.id,
+                key=held.key,
+                body=held.body,
+                headers=held.headers,
+                position=epoch << 32 | held.tag,
+                token=epoch,
+                deliveries=held.deliveries,
+            )
             taken.append(delivery)
             self._handed_out[delivery.position] = held
             self._handed_out_count[held.priority] += 1
@@ -236,19 +243,6 @@ class RabbitSubscription:
             self._prefetch_ahead = min(PREFETCH_AHEAD, max(8, self._prefetch_ahead * 2))
             self._prefetch_hold = PREFETCH_HOLD
         return taken
-
-    def _delivery(self, epoch: int, held: HeldMessage) -> Delivery:
-        return Delivery(
-            topic=self.topic,
-            group=self.group,
-            id=held.id,
-            key=held.key,
-            body=held.body,
-            headers=held.headers,
-            position=epoch << 32 | held.tag,
-            token=epoch,
-            deliveries=held.deliveries,
-        )
 
     # -- returning prefetched messages -------------------------------------------------------------
 

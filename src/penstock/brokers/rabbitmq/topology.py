@@ -24,9 +24,8 @@ import msgspec
 
 from penstock.brokers.dead_copies import DEAD
 from penstock.ports import TopicSpec
+from penstock.rules.priority import CLASSES, NORMAL, class_of
 
-CLASSES = ("high", "normal", "low")
-NORMAL = CLASSES.index("normal")
 LEVELS = (
     (0.2, "200ms"),
     (1.0, "1s"),
@@ -72,7 +71,7 @@ def priority_classes(topic: str) -> tuple[int, ...]:
 
 def clamp_priority(topic: str, priority: int) -> int:
     """Clamp `priority` to a known class. A message with an unknown class is never received."""
-    return NORMAL if topic.endswith(DEAD) else min(max(priority, 0), len(CLASSES) - 1)
+    return NORMAL if topic.endswith(DEAD) else class_of(priority)
 
 
 def level_for(seconds: float) -> str | None:

@@ -34,11 +34,10 @@ from penstock.ports import (
     Subscription,
     TopicSpec,
 )
-from penstock.rules.priority import shares
+from penstock.rules.priority import CLASSES, class_of, shares
 from penstock.stores.context import Context
 from penstock.stores.redis import Argument, Lost, Server
 
-CLASSES = ("high", "normal", "low")
 # Milliseconds of the start of 2020. Positions count from it, so that they fit into 63 bits until
 # 2054.
 EPOCH = 1_577_836_800_000
@@ -143,7 +142,7 @@ class RedisBroker:
             indexes[m.topic].append(i)
             due: Argument = int(m.not_before * 1000) if m.not_before else b""
             args[m.topic] += (
-                min(max(m.priority, 0), len(CLASSES) - 1),
+                class_of(m.priority),
                 id_,
                 key,
                 headers,
@@ -326,9 +325,7 @@ class RedisSubscription:
         """
         if not deliveries:
             return []
-        args: list[Argument] = []
-        for d in deliveries:
-            args += (*entry_of(d.position), d.token)
+        args = [value for d in deliveries for value in (*entry_of(d.position), d.token)]
         idle = max(0, self.lease - int(seconds * 1000))
         reply: bytes = await self._server.run(
             lua.EXTEND, self._keys, self.group, self.owner, idle, *args
@@ -336,9 +333,7 @@ class RedisSubscription:
         return [code == ord("1") for code in reply]
 
     async def hold(self, until: Mapping[str, float]) -> None:
-        args: list[Argument] = []
-        for key, at in until.items():
-            args += (key, int(at * 1_000_000))
+        args = [value for key, at in until.items() for value in (key, int(at * 1_000_000))]
         if args:
             await self._server.run(lua.HOLD, self._keys, self.group, *args)
 

@@ -101,16 +101,17 @@ class SqliteQueue(SqliteReports):
         if g is None:
             return True
         now = self.clock.now()
-        found = self.tx.execute(
-            """SELECT (SELECT paused FROM topic WHERE id=?) IS NULL AND (
+        return bool(
+            self.tx.execute(
+                """SELECT (SELECT paused FROM topic WHERE id=?) IS NULL AND (
                  EXISTS(SELECT 1 FROM keyq WHERE grp=?2 AND prio=0 AND ready>0 AND next_at<=?3)
               OR EXISTS(SELECT 1 FROM keyq WHERE grp=?2 AND prio=1 AND ready>0 AND next_at<=?3)
               OR EXISTS(SELECT 1 FROM keyq WHERE grp=?2 AND prio=2 AND ready>0 AND next_at<=?3)
               OR EXISTS(SELECT 1 FROM queue WHERE grp=?2 AND state=1 AND at<=?3) OR EXISTS(SELECT 1
                   FROM queue WHERE grp=?2 AND state=2 AND at<=?3))""",
-            (g.topic, g.id, now),
-        ).get
-        return bool(found)
+                (g.topic, g.id, now),
+            ).get
+        )
 
     def receive(
         self,

@@ -34,9 +34,8 @@ from penstock.config.options import query_options, read_options
 from penstock.errors import ConfigError, PenstockError, StoreUnavailable, Unreachable
 from penstock.ports import Out
 from penstock.rules.masking import mask
+from penstock.rules.priority import CLASSES, NORMAL
 
-CLASSES = ("high", "normal", "low")
-NORMAL = 1
 ATTRIBUTE = "penstock"  # name of Penstock's message attribute
 # Bytes of a message or a batch that every server accepts. A queue may have a higher limit.
 MIN_SIZE_LIMIT = 256 << 10

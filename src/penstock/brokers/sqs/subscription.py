@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import math
 from collections import defaultdict
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from penstock.brokers.dead_copies import DEAD, REASON, dead_copy
 from penstock.brokers.sqs import message as wire
-from penstock.brokers.sqs.message import ATTRIBUTE, CLASSES, QueueId, SqsAddress
+from penstock.brokers.sqs.client import BATCH, SqsClient
+from penstock.brokers.sqs.message import ATTRIBUTE, QueueId
+from penstock.brokers.sqs.publisher import Publisher
 from penstock.errors import StoreUnavailable
 from penstock.model import Ack, Dead, Outcome, Release, Retry
-from penstock.ports import Clock, Delivery, Out, Published
+from penstock.ports import Delivery, Out, Published
 from penstock.rules.handout import Backlog
+from penstock.rules.priority import CLASSES
 
-BATCH = 10  # messages in one request, a limit of SQS
 MAX_PARALLEL_POLLS = 16  # concurrent polls of one queue while it has many messages
 # Messages that one call receives beyond its limit, to find other keys if one key has many messages.
 MAX_EXTRA = 256
@@ -30,23 +31,6 @@ EXTRA_HIDDEN = 5
 PREFETCH_HOLD = 2.0  # seconds. Then prefetched messages that no call requested are returned to SQS.
 # Seconds after its receipt for which SQS can hide a message: 12 hours, minus a margin.
 MAX_HIDDEN = 12 * 3600 - 60
-log = logging.getLogger("penstock.sqs")
-
-
-class ParentBroker(Protocol):
-    """Attributes and methods of the broker that a subscription uses."""
-
-    address: SqsAddress
-    clock: Clock
-
-    async def call_queue(
-        self, queue: QueueId, operation: str, **arguments: Any
-    ) -> dict[str, Any]: ...
-    async def call_batch(
-        self, queue: QueueId, operation: str, entries: Sequence[dict[str, Any]]
-    ) -> list[bool | None]: ...
-    async def send(self, items: Sequence[tuple[Out, Sequence[QueueId]]]) -> list[Published]: ...
-    def remove_subscription(self, sub: Any) -> None: ...
 
 
 class _HeldMessage(msgspec.Struct):
@@ -58,15 +42,9 @@ class _HeldMessage(msgspec.Struct):
     until: float  # end of the lease, by the time of the event loop
     seq: int
     delivery: Delivery
+    key: str
+    priority: int
     due: float = 0.0
-
-    @property
-    def key(self) -> str:
-        return self.delivery.key
-
-    @property
-    def priority(self) -> int:
-        return self.queue.priority
 
 
 class _QueueState(msgspec.Struct):
@@ -88,8 +66,11 @@ class SqsSubscription:
     A poll is never cancelled while it runs. Its messages would stay hidden for a whole lease.
     """
 
-    def __init__(self, broker: ParentBroker, topic: str, group: str, lease: float) -> None:
-        self.broker, self.topic, self.group, self.lease = broker, topic, group, lease
+    def __init__(
+        self, client: SqsClient, publisher: Publisher, topic: str, group: str, lease: float
+    ) -> None:
+        self._client, self._publisher, self._clock = client, publisher, publisher.clock
+        self.topic, self.group, self.lease = topic, group, lease
         self._states = [_QueueState(w) for w in wire.group_queues(topic, group)]
         self._tokens = itertools.count(1)
         self._backlog: Backlog[_HeldMessage] = Backlog()  # prefetched messages
@@ -128,14 +109,11 @@ class SqsSubscription:
                         await self._changed.wait()
                 except TimeoutError:
                     until = now()  # then one last check of the prefetched messages
-                self._raise_outage()
+                outage, self._outage = self._outage, None
+                if outage is not None:
+                    raise outage
         finally:
             self._schedule_return()
-
-    def _raise_outage(self) -> None:
-        outage, self._outage = self._outage, None
-        if outage is not None:
-            raise outage
 
     def _hand_out(self, got: Sequence[_HeldMessage], limit: int) -> list[Delivery]:
         self._start_long_polls([state for state in self._states if not state.has_more], limit)
@@ -199,13 +177,12 @@ class SqsSubscription:
         return total
 
     async def _poll(self, state: _QueueState, limit: int, wait: int) -> int:
-        hidden = math.ceil(self.lease)
-        answer = await self.broker.call_queue(
+        answer = await self._client.call_queue(
             state.queue,
             "receive_message",
             MaxNumberOfMessages=limit,
             WaitTimeSeconds=wait,
-            VisibilityTimeout=hidden,
+            VisibilityTimeout=math.ceil(self.lease),
             MessageAttributeNames=[ATTRIBUTE],
         )
         messages = answer.get("Messages", ())
@@ -213,7 +190,7 @@ class SqsSubscription:
         return len(messages)
 
     def _add_received(self, state: _QueueState, messages: Sequence[dict[str, Any]]) -> None:
-        loop, wall = asyncio.get_running_loop().time(), self.broker.clock.now()
+        loop, wall = asyncio.get_running_loop().time(), self._clock.now()
         ready: list[_HeldMessage] = []
         early: list[tuple[_HeldMessage, float]] = []
         for message in messages:
@@ -242,6 +219,8 @@ class SqsSubscription:
                     deliveries=1,
                     priority=attributes.prio,
                 ),
+                key=attributes.key,
+                priority=state.queue.priority,
             )
             if attributes.after > wall:
                 early.append((held, attributes.after - wall))
@@ -269,7 +248,7 @@ class SqsSubscription:
 
     async def _long_poll(self, state: _QueueState, limit: int) -> None:
         try:
-            if await self._poll(state, limit, self.broker.address.poll):
+            if await self._poll(state, limit, self._client.address.poll):
                 state.has_more = True
                 if self._return_timer is not None:  # no `receive` is running
                     self._schedule_return()
@@ -299,10 +278,11 @@ class SqsSubscription:
         """Hide the extra messages for some seconds, so that SQS delivers other keys first."""
         if self._backlog.ready <= MAX_PREFETCHED:
             return
+        by_age = sorted(self._backlog, key=_by_class_and_age)
         extra: list[_HeldMessage] = []
         for state in self._states:
-            mine = [held for held in self._backlog if held.queue == state.queue]
-            extra += sorted(mine, key=_by_class_and_age)[MAX_PREFETCHED:]
+            mine = [held for held in by_age if held.queue == state.queue]
+            extra += mine[MAX_PREFETCHED:]
         tokens = {held.delivery.token for held in extra}
         self._backlog.drop(lambda held: held.delivery.token in tokens)
         self._spawn(self._set_visibility([(held, EXTRA_HIDDEN) for held in extra]))
@@ -312,8 +292,9 @@ class SqsSubscription:
         self._backlog.drop(lambda held: held.until <= now)
         if now > self._last_sweep + self.lease:
             self._last_sweep = now
-            for token in [token for token, held in self._handed_out.items() if held.until <= now]:
-                del self._handed_out[token]
+            self._handed_out = {
+                token: held for token, held in self._handed_out.items() if held.until > now
+            }
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.create_task(work)
@@ -329,7 +310,6 @@ class SqsSubscription:
         self._return_prefetched()
         while self._tasks:
             await asyncio.wait(self._tasks)
-        self.broker.remove_subscription(self)
 
     def abandon(self) -> None:
         """Cancel all tasks, because the broker closes the connection."""
@@ -392,7 +372,7 @@ class SqsSubscription:
             self._handed_out.update({items[i][0].token: mine[i] for i in unknown})
             self._settled_before.update(items[i][0].token for i in mine if answers[i])
             raise StoreUnavailable(
-                f"{self.broker.address.shown} did not confirm the outcome"
+                f"{self._client.address.shown} did not confirm the outcome"
                 f" of {len(unknown)} messages"
             )
         return [bool(answer) for answer in answers]
@@ -406,7 +386,7 @@ class SqsSubscription:
             body=d.body,
             headers=d.headers,
             priority=held.priority,
-            not_before=self.broker.clock.now() + delay,
+            not_before=self._clock.now() + delay,
         )
 
     async def _delete(self, helds: Sequence[_HeldMessage]) -> list[bool | None]:
@@ -430,7 +410,7 @@ class SqsSubscription:
             queues[held.queue].append(i)
         results = await asyncio.gather(
             *[
-                self.broker.call_batch(queue, operation, [entries[i][1] for i in some])
+                self._client.call_batch(queue, operation, [entries[i][1] for i in some])
                 for queue, some in queues.items()
             ]
         )
@@ -452,7 +432,7 @@ class SqsSubscription:
         answers = await self._set_visibility([(mine[i], math.ceil(self.lease)) for i, *_ in moves])
         valid = [n for n, answer in enumerate(answers) if answer]
         try:
-            sent = await self.broker.send([(moves[n][1], [moves[n][2]]) for n in valid])
+            sent = await self._publisher.send([(moves[n][1], [moves[n][2]]) for n in valid])
         except StoreUnavailable:
             sent = [Published.UNKNOWN] * len(valid)
         confirmed = [n for n, answer in zip(valid, sent, strict=True) if answer is Published.OK]
