@@ -107,7 +107,6 @@ class WorkerProcess:
         self.signals = Signals()
         self.workers: list[Worker] = []
         self.flushers: list[Flusher] = []
-        self.notices: list[str] = []
         self.proxies: Proxies | None = None  # None if this process does not fetch
         self._wake_set = False
 
@@ -475,7 +474,6 @@ class WorkerProcess:
 
     def _notice(self, text: str) -> None:
         log.warning("%s", text)
-        self.notices.append(text)
 
 
 def _prepare_table(sink: SqliteSink, tx: Tx) -> None:
