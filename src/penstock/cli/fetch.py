@@ -166,7 +166,7 @@ async def _run(config: Config, event: Event, max_wait: float, ignoring: str) -> 
             fetcher.guard.close()
         return seen
     finally:
-        store.close()
+        await store.close()
 
 
 async def _slot(store: Politeness, pace: PaceRecorder, host: str, max_wait: float) -> None:

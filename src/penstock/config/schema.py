@@ -470,7 +470,6 @@ def _options(section: type[_Section], prefix: str = "") -> Iterator[Option]:
 
 OPTIONS: tuple[Option, ...] = tuple(_options(Config))
 BY_PATH = {option.path: option for option in OPTIONS}
-BY_VARIABLE = {variable: option for option in OPTIONS for variable in option.variables}
 SECTIONS = {path[: match.start()] for path in BY_PATH for match in re.finditer(r"\.", path)}
 
 

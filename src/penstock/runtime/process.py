@@ -104,7 +104,6 @@ class WorkerProcess:
         self.signals = Signals()
         self.workers: list[Worker] = []
         self.flushers: list[Flusher] = []
-        self.notices: list[str] = []
         self.proxies: Proxies | None = None  # None if this process does not fetch
         self._wake_set = False
 
@@ -465,7 +464,6 @@ class WorkerProcess:
 
     def _notice(self, text: str) -> None:
         log.warning("%s", text)
-        self.notices.append(text)
 
 
 def open_sandbox(file: Path) -> Sandbox:

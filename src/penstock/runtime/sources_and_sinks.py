@@ -74,8 +74,7 @@ async def source_to_look_at(
         await source.close()
         await stage.close()
         await fetcher.close()
-        await politeness.stop()
-        politeness.close()
+        await politeness.close()
 
 
 def check_served(sources: Sequence[ServedSource], host: str) -> None:

@@ -180,7 +180,6 @@ def open_stores(
     create: bool = True,
     inline: bool = False,
     clock: Clock | None = None,
-    rng: random.Random | None = None,
 ) -> Stores:
     """Open the stores of a configuration.
 
@@ -197,7 +196,7 @@ def open_stores(
     context = Context(
         config,
         clock or SystemClock(),
-        rng or random.Random(),
+        random.Random(),
         worker=worker or worker_id(),
         inline=inline,
     )
@@ -264,14 +263,10 @@ class Politeness:
     If the SQLite file does not exist yet, the claims are in memory.
     """
 
-    def __init__(
-        self, config: Config, *, clock: Clock | None = None, rng: random.Random | None = None
-    ) -> None:
+    def __init__(self, config: Config) -> None:
         url = config.claims.url if has_state(config.claims.url) else "sqlite::memory:"
-        self.clock: Clock = clock or SystemClock()
-        self.context = Context(
-            config, self.clock, rng or random.Random(), worker=worker_id(), inline=True
-        )
+        self.clock = SystemClock()
+        self.context = Context(config, self.clock, random.Random(), worker=worker_id(), inline=True)
         try:
             self.claims: SqlClaims | ClaimServer = adapter("claims", url)(url, self.context)
             self.proxies = proxies_of(self.claims, self.clock)
@@ -286,11 +281,9 @@ class Politeness:
             return await claims.db.write(lambda sql: work(SqlHosts(sql, claims)))
         return work(claims.hosts)
 
-    async def stop(self) -> None:
+    async def close(self) -> None:
         if not isinstance(self.claims, SqlClaims):
             await self.claims.close()
-
-    def close(self) -> None:
         self.context.close()
 
 
