@@ -8,6 +8,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import psycopg
@@ -367,7 +368,7 @@ async def test_frequent_statements_touch_few_rows_with_statistics_of_an_empty_qu
         got = await sub.receive(20, 0.0)
         assert len(got) == 20
         await sub.extend(got, 30.0)
-        await broker.db.write(lambda tx, got=got: broker.holds_in(tx, got))  # type: ignore[misc]
+        await broker.db.write(partial(broker.holds_in, deliveries=got))
         await sub.settle(
             [(got[0], Retry(1.0, "x")), (got[1], Release()), *[(d, Ack()) for d in got[2:]]]
         )

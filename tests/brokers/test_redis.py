@@ -410,7 +410,8 @@ async def test_messages_of_a_consumer_removed_by_an_operator_are_redelivered(
         await broker.publish(messages("a1", "b1"))
         await broker.subscribe("t", "main", owner="gone", lease=0.2).receive(5, 0)
         by_hand.xgroup_delconsumer(broker.base("t") + ":normal", "main", "gone")
-        sub, ids = broker.subscribe("t", "main", owner="w", lease=0.2), set()
+        sub = broker.subscribe("t", "main", owner="w", lease=0.2)
+        ids: set[str] = set()
         while len(ids) < 2:
             ids |= {d.id for d in await sub.receive(5, 1.0)}
         assert ids == {"a1", "b1"}

@@ -9,6 +9,7 @@ import time
 import urllib.request
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -80,8 +81,9 @@ async def at(url: str, namespace: str = "", *topics: TopicSpec) -> AsyncIterator
         await broker.close()
 
 
-def out(id_: str, **more: object) -> Out:
-    return Out(**{"topic": "t", "id": id_, "key": "k", "body": id_.encode(), **more})  # type: ignore[arg-type]
+def out(id_: str, **more: Any) -> Out:
+    fields = {"topic": "t", "key": "k", "body": id_.encode(), **more}
+    return Out(id=id_, **fields)
 
 
 async def test_a_message_of_another_tool_is_delivered_unchanged(server: Place) -> None:

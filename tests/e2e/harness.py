@@ -48,9 +48,12 @@ shop.sink("jsonl:products.jsonl")
 """
 
 
-def wait_for(true: Callable[[], Any], what: str, seconds: float = 60.0, every: float = 0.01) -> Any:
+def wait_for(
+    true: Callable[..., Any], what: str, seconds: float = 60.0, every: float = 0.01
+) -> Any:
     """Return the first true result of `true`. Fail the test after `seconds`.
 
+    `true` is called without arguments. Its parameters may have defaults, as in `lambda n=n: …`.
     The time limit only ends a hang. It allows for a machine that is slow, busy or suspended.
     """
     until = time.monotonic() + seconds

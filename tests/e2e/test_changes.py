@@ -5,6 +5,7 @@ newer extractor, pages that match or yield nothing.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 from tests.e2e.harness import SHOP, Project, Site, product, read_rows
 
@@ -23,7 +24,7 @@ def record_change(change):
 )
 
 
-def with_etag(html: str):  # type: ignore[no-untyped-def]
+def with_etag(html: str) -> Callable[[Request], Reply]:
     def handler(request: Request) -> Reply:
         return tagged(request, reply(html))
 

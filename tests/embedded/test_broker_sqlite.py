@@ -164,7 +164,7 @@ async def test_the_cost_of_a_receive_does_not_grow_with_the_queue(keys: int) -> 
 
         db._writer.set_progress_handler(tick, 20)  # counts every 20 steps of the virtual machine
         for _ in range(3):
-            held += await sub.receive(100, 0.0)
+            held = [*held, *await sub.receive(100, 0.0)]
         await sub.settle([(d, Ack()) for d in held])
         await broker.stats("t", "main")
         db._writer.set_progress_handler(None)

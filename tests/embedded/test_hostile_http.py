@@ -390,6 +390,7 @@ async def test_bodies_in_progress_stay_within_the_memory_limit_and_all_complete(
         asking.pop().cancel()
         last.set()
         assert [r.body for r in await asyncio.gather(*asking)] == bodies[:-1]
+        assert fetcher._opened is not None
         assert fetcher._opened[0].bodies.held_bytes == 0
         last.clear()
         asking = [asyncio.create_task(fetcher.fetch(web.url(f"/{n}"))) for n in range(len(bodies))]

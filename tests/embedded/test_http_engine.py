@@ -17,6 +17,7 @@ import time
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import brotli
 import pytest
@@ -95,7 +96,7 @@ async def server(
 
 @contextlib.asynccontextmanager
 async def client(
-    *ports: int, names: dict[str, list[str]] | None = None, allow: str = "", **options: object
+    *ports: int, names: dict[str, list[str]] | None = None, allow: str = "", **options: Any
 ) -> AsyncIterator[CurlFetcher]:
     async def resolver(host: str, port: int) -> list[str]:
         return (names or {})[host]
@@ -104,7 +105,7 @@ async def client(
         parse_allow(allow or ",".join(f"127.0.0.1:{p}" for p in ports)),
         resolver=resolver if names is not None else None,
     )
-    fetcher = CurlFetcher(guard, HttpOptions(**options))  # type: ignore[arg-type]
+    fetcher = CurlFetcher(guard, HttpOptions(**options))
     try:
         yield fetcher
     finally:
@@ -339,7 +340,7 @@ def _bomb(name: str) -> bytes:
         return gzip.compress(b"")[:10] + (c.compress(block) + c.flush(zlib.Z_FULL_FLUSH)) * 1024
     if name == "br":
         b = brotli.Compressor(quality=1)
-        return b"".join(b.process(block) for _ in range(1024)) + b.finish()
+        return b"".join([*(b.process(block) for _ in range(1024)), b.finish()])
     z = zstandard.ZstdCompressor(level=1).compressobj()
     return b"".join(z.compress(block) for _ in range(1024)) + z.flush()
 
@@ -494,8 +495,10 @@ def test_a_pause_of_this_process_does_not_count_towards_timeouts(short: str, loo
             block_the_loop()
         writer.write(ok(b"in time"))
 
+    options: dict[str, Any] = {short: 1.0}
+
     async def main() -> None:
-        async with server(answer) as s, client(s.port, **{short: 1.0}) as c:
+        async with server(answer) as s, client(s.port, **options) as c:
             asked = asyncio.create_task(c.fetch(f"http://127.0.0.1:{s.port}/"))
             await asyncio.sleep(0)
             if short == "connect_timeout":

@@ -13,7 +13,7 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from tests.embedded.proxy_servers import PASSWORD, USER, Proxy, Target
@@ -62,15 +62,15 @@ class Rig:
         time: Time,
         db: Database,
         pools: dict[str, ProxyPoolConfig],
-        robots: str,
+        robots: Literal["obey", "ignore"],
     ) -> None:
-        self.target, self.time = target, time
+        self.target, self.fetcher, self.time = target, fetcher, time
         self.health = SqlProxies(db, time)
         claims = SqlClaims(db, time, pace.Limits(rate=None), random.Random(1))
         self.proxies = Proxies(pools, self.health, fetcher, time, random.Random(2))
         self.stage = FetchStage(
             fetcher, claims, claims, time, FetchOptions(robots=robots), self.proxies
-        )  # type: ignore[arg-type]
+        )
 
     async def fetch(self, path: str, *, turn: int = 0, **route: Any) -> Response:
         return await self.stage.fetch(
@@ -88,7 +88,7 @@ async def rig(
     target: Target,
     pools: dict[str, ProxyPoolConfig],
     *,
-    robots: str = "ignore",
+    robots: Literal["obey", "ignore"] = "ignore",
     allow: str = "127.0.0.1:*",
 ) -> AsyncIterator[Rig]:
     guard, time, db = Guard(parse_allow(allow)), Time(), Database(":memory:")
@@ -141,8 +141,8 @@ async def test_a_proxy_gets_the_checked_address_and_never_the_name() -> None:
         Proxy("socks5", exit_="127.0.0.12") as socks,
     ):
         async with rig(t, {"a": pool(http), "b": pool(socks)}) as r:
-            r.stage._fetcher.guard._resolver = _resolve  # type: ignore[attr-defined]
-            r.stage._fetcher.guard._allow = parse_allow("127.0.0.1:*,shop.test:*")  # type: ignore[attr-defined]
+            r.fetcher.guard._resolver = _resolve
+            r.fetcher.guard._allow = parse_allow("127.0.0.1:*,shop.test:*")
             for name in "ab":
                 event = event_of(
                     f"http://shop.test:{t.port}/x", id_=new_id(), route=Route(pool=name)
@@ -262,8 +262,8 @@ async def test_a_proxy_that_cannot_reach_a_host_cools_down_for_that_host_only(ki
         Proxy(kind, exit_="127.0.0.11") as p,
         rig(t, {"p": pool(p)}) as r,
     ):
-        r.stage._fetcher.guard._allow = parse_allow("127.0.0.1:*,shop.test:*")  # type: ignore[attr-defined]
-        r.stage._fetcher.guard._resolver = _resolve  # type: ignore[attr-defined]
+        r.fetcher.guard._allow = parse_allow("127.0.0.1:*,shop.test:*")
+        r.fetcher.guard._resolver = _resolve
         p.mood = "refuse"
         event = event_of(f"http://shop.test:{t.port}/", id_=new_id(), route=Route(pool="p"))
         with pytest.raises(Failure) as caught:

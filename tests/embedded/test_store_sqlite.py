@@ -130,17 +130,23 @@ async def test_writes_that_wait_for_another_process_share_one_commit(
     tmp_path: Path,
 ) -> None:
     db, other = opened(tmp_path / "a.db"), apsw.Connection(str(tmp_path / "a.db"))
-    commits = []
+    commits = 0
+
+    def count() -> bool:
+        nonlocal commits
+        commits += 1
+        return False
+
     other.execute("BEGIN IMMEDIATE")
     jobs = []
     for i in range(3):
         jobs.append(asyncio.ensure_future(db.write(insert(i))))
         await asyncio.sleep(0.01)
-    db._writer.set_commit_hook(lambda: bool(commits.append(1)))
+    db._writer.set_commit_hook(count)
     other.execute("ROLLBACK")
     await asyncio.gather(*jobs)
     assert await db.read(values) == [0, 1, 2]
-    assert len(commits) == 1
+    assert commits == 1
     other.close()
     db.close_now()
 
@@ -246,9 +252,9 @@ async def test_a_write_after_close_raises_store_unavailable(tmp_path: Path) -> N
 async def test_close_finishes_writes_that_were_requested_before(tmp_path: Path) -> None:
     db = opened(tmp_path / "a.db")
     gate = Gate()
-    jobs = [asyncio.ensure_future(db.write(held_commit(db, gate)))]
+    hold = asyncio.ensure_future(db.write(held_commit(db, gate)))
     await gate.reached()
-    jobs += [asyncio.ensure_future(db.write(insert(i))) for i in range(600)]
+    jobs = [hold, *(asyncio.ensure_future(db.write(insert(i))) for i in range(600))]
     await asyncio.sleep(0)
     gate.set()
     db.close_now()
@@ -370,10 +376,10 @@ async def test_without_wal_support_sqlite_syncs_each_commit(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Without(store._Connection):
-        def execute(self, sql: Any, *more: Any, **options: Any) -> Any:
-            return super().execute(
-                "PRAGMA journal_mode" if sql == "PRAGMA journal_mode=WAL" else sql, *more, **options
-            )
+        def execute(self, statements: str, *more: Any, **options: Any) -> apsw.Cursor:
+            if statements == "PRAGMA journal_mode=WAL":
+                statements = "PRAGMA journal_mode"
+            return super().execute(statements, *more, **options)
 
     monkeypatch.setattr(store, "_Connection", Without)
     db = opened(tmp_path / "a.db")

@@ -171,10 +171,10 @@ class Shop:
             "next": f"/api?offset={at + 2}" if more else None,
             "meta": {"after": f"c{at + 2}" if more else ""},
         }
-        return tagged(
-            request,
-            json_reply(body, **({"link": f'</api?offset={at + 2}>; rel="next"'} if more else {})),
-        )
+        headers: dict[str, Any] = {}
+        if more:
+            headers["link"] = f'</api?offset={at + 2}>; rel="next"'
+        return tagged(request, json_reply(body, **headers))
 
 
 WAYS: dict[str, dict[str, Any]] = {

@@ -322,7 +322,7 @@ class Paper:
     """An editable feed with an ETag."""
 
     def __init__(self, *items: str, head: str = "") -> None:
-        self.items, self.head, self.asked = list(items), head, []
+        self.items, self.head, self.asked = list(items), head, list[dict[str, str]]()
         self.body: bytes | None = None
 
     def __call__(self, request: Request) -> Any:

@@ -20,6 +20,7 @@ from penstock.authoring.pipeline import Pipeline
 from penstock.clock import SystemClock
 from penstock.config import files as configuration
 from penstock.errors import ConfigError, UsageError
+from penstock.fetching.source_client import SourceWeb
 from penstock.sources.base import SourceContext
 from penstock.sources.postgres import open_source
 from penstock.sources.postgres.settings import derived_name
@@ -36,9 +37,8 @@ def opened(url: str, directory: Path, **options: Any) -> Any:
     pipeline = Pipeline("shop")
     pipeline.source(url, name="asked", **options)
     config = configuration.load({"state.dir": str(directory)}, {}, directory).config
-    return open_source(
-        pipeline.sources[0], SourceContext(config, SystemClock(), random.Random(1), None, directory)
-    )  # type: ignore[arg-type]
+    context = SourceContext(config, SystemClock(), random.Random(1), SourceWeb(), directory)
+    return open_source(pipeline.sources[0], context)
 
 
 @pytest.mark.parametrize(

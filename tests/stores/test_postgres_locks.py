@@ -98,7 +98,7 @@ def fleet(server: Callable[[str], Handle], tmp_path: Path) -> Iterator[Fleet]:
     made.close()
 
 
-async def until(condition: Callable[[], Any]) -> None:
+async def until(condition: Callable[..., Any]) -> None:
     async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 (another process changes it)
             await asyncio.sleep(0.01)

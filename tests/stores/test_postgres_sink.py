@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -433,7 +434,7 @@ def test_two_workers_can_alternately_add_columns_to_one_table(place: Place) -> N
         store.write_now(sink.prepare_in)
     for n in range(1, 9):
         some = [row(n, "k", **{f"f{n}": n, f"f{n - 1}": n})]
-        stores[n % 2].write_now(lambda tx, sink=sinks[n % 2], some=some: sink.write_in(tx, some))  # type: ignore[misc]
+        stores[n % 2].write_now(partial(sinks[n % 2].write_in, rows=some))
     assert place.sql("SELECT f6, f7, f8 FROM products") == [(None, 8, 8)]
 
 

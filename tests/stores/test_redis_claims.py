@@ -14,6 +14,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import msgspec
 import pytest
@@ -58,7 +59,7 @@ class Fleet:
         for claims in self.opened:
             await claims.close()
 
-    def processes(self, script: str, n: int) -> list[list[object]]:
+    def processes(self, script: str, n: int) -> list[list[Any]]:
         """Run `n` processes that start together, and return the JSON that each printed."""
         code = PREAMBLE + script
         started = [
@@ -190,7 +191,7 @@ async def work():
     return slots
 asyncio.run(main(work))
 """
-    given = [tuple(pair) for answers in fleet.processes(script, 4) for pair in answers]  # type: ignore[arg-type]
+    given = [tuple(pair) for answers in fleet.processes(script, 4) for pair in answers]
     assert Counter(host for host, _ in given) == {"a.test": 300, "b.test": 100}
     for name in ("a.test", "b.test"):
         slots = sorted(slot for host, slot in given if host == name)
@@ -282,7 +283,7 @@ async def test_a_worker_with_a_wrong_clock_requests_no_host_too_early(
         # Repeat until one round trip was short, because it limits the accuracy of the offset.
         while abs(wrong.clock.offset + by) > 0.05:
             await wrong.refresh()
-        moments = []
+        moments: list[float] = []
         for _ in range(4):
             moments += (await right.reserve({"a.test": 1}))["a.test"]
             moments += [slot - by for slot in (await wrong.reserve({"a.test": 1}))["a.test"]]

@@ -164,7 +164,7 @@ def test_a_file_named_by_option_or_variable_replaces_penstock_toml(
 ) -> None:
     (tmp_path / "other.toml").write_text('lease = "5m"')
     for place in ({"cli": {"config": "other.toml"}}, {"env": {"PENSTOCK_CONFIG": "other.toml"}}):
-        found = loaded(tmp_path, toml='grace = "1m"', **place)  # type: ignore[arg-type]
+        found = loaded(tmp_path, toml='grace = "1m"', **place)
         assert (found.config.lease, found.config.grace, found.file) == (
             300,
             25,

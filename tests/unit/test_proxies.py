@@ -238,14 +238,18 @@ def test_a_session_keeps_its_proxy_and_returns_to_it_after_a_cooldown(
 
 def test_sessions_are_spread_by_weight_and_change_proxies_if_sticky_is_off() -> None:
     pool = Pool(name="p", members=members(2, (3, 1)))
-    got = Counter(
-        rules.pick([pool], "h", {}, NOW, 0.0, session=str(i)).member.label for i in range(4000)
-    )  # type: ignore[union-attr]
+
+    def label(pool: Pool, random: float, session: str) -> str:
+        choice = rules.pick([pool], "h", {}, NOW, random, session=session)
+        assert isinstance(choice, rules.Choice)
+        return choice.member.label
+
+    got = Counter(label(pool, 0.0, str(i)) for i in range(4000))
     assert got["http://***@p0.test:80"] == pytest.approx(3000, abs=120)
     not_sticky = Pool(name="p", members=members(2), sticky=False)
-    assert {
-        rules.pick([not_sticky], "h", {}, NOW, r, session="a").member.label for r in (0.1, 0.9)
-    } == {f"http://***@p{i}.test:80" for i in (0, 1)}  # type: ignore[union-attr]
+    assert {label(not_sticky, r, "a") for r in (0.1, 0.9)} == {
+        f"http://***@p{i}.test:80" for i in (0, 1)
+    }
 
 
 def test_an_empty_pool_is_exhausted_with_a_reason() -> None:

@@ -221,7 +221,7 @@ def test_followed_links_are_absolute_canonical_unique_and_in_order() -> None:
     assert [f.url for f in page(body).follow("img::attr(src)")] == ["https://shop.test/a/z.png"]
     assert [f.url for f in page(body).follow(["/p", None, 3, "/p", "ftp://x/"])] == [
         "https://shop.test/p"
-    ]  # type: ignore[list-item]
+    ]
     assert [f.url for f in page(body).follow("https://one.test")] == ["https://one.test/"]
 
 
