@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
@@ -238,6 +239,44 @@ def test_tests_do_not_stop_servers_that_were_already_running(
     before = services.status("s3")["pid"]
     assert "1 passed" in _suite(services, tmp_path, "-k", "there_again")
     assert services.status("s3")["pid"] == before
+
+
+HANGING_SUITE = """
+import pathlib, signal, time, pytest
+
+@pytest.mark.server("s3")
+def test_that_ignores_ctrl_c(server):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    pathlib.Path(__file__).with_name("running").touch()
+    time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_the_servers_of_workers_that_do_not_end(
+    services: Services, tmp_path: Path
+) -> None:
+    (tmp_path / "test_suite.py").write_text(HANGING_SUITE)
+    command = [sys.executable, "-m", "pytest", "-p", "tests.servers", "-p", "no:cacheprovider"]
+    place = Place(services.state / "gw0" / "s3")
+    workers_state = {"PENSTOCK_SERVICES_DIR": str(services.state / "gw0")}
+    with subprocess.Popen(
+        [*command, "-c", str(ROOT / "pyproject.toml"), "-n", "1", str(tmp_path / "test_suite.py")],
+        cwd=ROOT,
+        env=services.environment,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as suite:
+        try:
+            while not (tmp_path / "running").exists():
+                assert suite.poll() is None
+                time.sleep(0.05)
+            assert place.running()
+            os.killpg(suite.pid, signal.SIGINT)  # as a terminal does
+            assert suite.wait(120) == pytest.ExitCode.INTERRUPTED
+            assert not place.running()
+        finally:
+            services.run("down", "--wipe", **workers_state)
 
 
 def test_in_ci_a_missing_server_is_an_error(services: Services, tmp_path: Path) -> None:
