@@ -65,13 +65,13 @@ async def test_topics_are_created_as_configured_and_drift_is_reported_and_not_ch
     other = open_kafka(url, name, "partitions=8&retention=3d")
     drift = list(await other.ensure([TopicSpec(name="t")]))
     assert (
-        f"topic {name}.t: 4 partitions on the server and 8 in the configuration; nothing was changed"
-        in drift
-    )
+        f"topic {name}.t: 4 partitions on the server and 8 in the configuration; "
+        "nothing was changed"
+    ) in drift
     assert (
-        f"topic {name}.t: retention.ms is 172800000 on the server and 259200000 in the configuration; nothing was changed"
-        in drift
-    )
+        f"topic {name}.t: retention.ms is 172800000 on the server and 259200000 in the "
+        "configuration; nothing was changed"
+    ) in drift
     assert len(other.topics.metadata("reading").topics[f"{name}.t"].partitions) == 4
     await other.close()
 

@@ -396,7 +396,10 @@ async def test_wrong_credentials_and_missing_permissions_have_different_errors(
         user = uuid.uuid4().hex
         await iam.create_user(UserName=user)
         key = (await iam.create_access_key(UserName=user))["AccessKey"]
-        allowed = '{"Version":"2012-10-17","Statement":[{"Effect":"Allow","Action":"sqs:GetQueueUrl","Resource":"*"}]}'
+        allowed = (
+            '{"Version":"2012-10-17","Statement":[{"Effect":"Allow",'
+            '"Action":"sqs:GetQueueUrl","Resource":"*"}]}'
+        )
         await iam.put_user_policy(UserName=user, PolicyName="p", PolicyDocument=allowed)
     checking("0")
     try:
@@ -415,7 +418,8 @@ async def test_wrong_credentials_and_missing_permissions_have_different_errors(
             ).message
         )
         error = await error_of(
-            f"sqs://{key['AccessKeyId']}:{quote(key['SecretAccessKey'], safe='')}@{address}/?tls=false&region=eu-west-1"
+            f"sqs://{key['AccessKeyId']}:{quote(key['SecretAccessKey'], safe='')}@{address}/?"
+            "tls=false&region=eu-west-1"
         )
         assert "does not allow sqs:CreateQueue" in error.message
         assert "ns-*" in error.hint

@@ -95,7 +95,10 @@ class Done:
 
 
 def product(n: int | str, price: str = "10.00", more: str = "") -> str:
-    return f'<!doctype html><title>{n}</title><main data-sku="S-{n}"><h1>Product {n}</h1><p class="price">{price}</p>{more}</main>'
+    return (
+        f'<!doctype html><title>{n}</title><main data-sku="S-{n}"><h1>Product {n}</h1><p '
+        f'class="price">{price}</p>{more}</main>'
+    )
 
 
 class Running:

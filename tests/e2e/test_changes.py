@@ -19,7 +19,8 @@ import json
 @shop.on_change
 def record_change(change):
     with open(__file__.replace("shop.py", "changes.jsonl"), "a") as f:
-        f.write(json.dumps({"event_id": change.event_id, "key": change.key, "old": change.old, "new": change.new, "fields": change.fields}) + "\\n")
+        names = ("event_id", "key", "old", "new", "fields")
+        f.write(json.dumps({name: getattr(change, name) for name in names}) + "\\n")
 """
 )
 
@@ -160,7 +161,10 @@ def test_a_failed_hook_is_called_again_and_the_row_is_written_once(
         "shop.py",
         HOOKED.replace(
             "def record_change(change):\n",
-            "def record_change(change):\n    import os\n    if not os.path.exists('go'):\n        open('go', 'w').close()\n        raise OSError('not now')\n",
+            (
+                "def record_change(change):\n    import os\n    if not os.path.exists('go'):\n"
+                "        open('go', 'w').close()\n        raise OSError('not now')\n"
+            ),
         ),
     )
     url = site.serve("/p/1", product(1, "10.00"))

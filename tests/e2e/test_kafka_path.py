@@ -32,7 +32,8 @@ def product(page: Page):
     if row.get("gone"):
         yield Removed(page.css("[data-sku]::attr(data-sku)").get())
     else:
-        yield {{"sku": page.css("[data-sku]::attr(data-sku)").get(), "id": row["id"], "op": row["_cdc"]["op"]}}
+        sku = page.css("[data-sku]::attr(data-sku)").get()
+        yield {{"sku": sku, "id": row["id"], "op": row["_cdc"]["op"]}}
 """
 
 

@@ -118,7 +118,8 @@ class Hosts:
             for width in (1.0, 2.0, 3.0, 5.0):
                 peak = max(count(times, start, width) for start in times)
                 assert peak <= 1 + 1.05 * rate * (width + self.late), (
-                    f"{peak} requests to the host with {rate:g} a second within {width:g} s\n{gaps(times)}"
+                    f"{peak} requests to the host with {rate:g} a second within {width:g} s\n"
+                    f"{gaps(times)}"
                 )
             assert statistics.median(gaps(times)) <= 1 / (least * rate) + self.often_late, (
                 f"slower than need be: {gaps(times)}"

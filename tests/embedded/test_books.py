@@ -333,7 +333,8 @@ async def test_an_end_whose_start_was_lost_is_refused_and_its_message_is_release
     (begun,) = await rig.start("e1")
     rig.db.write_now(
         lambda tx: tx.execute(
-            "UPDATE event SET status='pending', starts=0, crashes=0, fence=0, worker=NULL WHERE id='e1'"
+            "UPDATE event SET status='pending', starts=0, crashes=0, fence=0, worker=NULL "
+            "WHERE id='e1'"
         )
     )
     rig.db.write_now(
@@ -923,9 +924,22 @@ async def test_links_become_events_with_the_success_of_their_parent_or_are_count
             "https://www.shop.test/p/3",
         ],
     )
-    assert {name: rig.count(name) for name in ("followed", "followed_seen", "followed_fresh", "followed_bad", "followed_offsite")} == {
-        "followed": 2, "followed_seen": 1, "followed_fresh": 1, "followed_bad": 1, "followed_offsite": 1,
-    }  # fmt: skip
+    assert {
+        name: rig.count(name)
+        for name in (
+            "followed",
+            "followed_seen",
+            "followed_fresh",
+            "followed_bad",
+            "followed_offsite",
+        )
+    } == {
+        "followed": 2,
+        "followed_seen": 1,
+        "followed_fresh": 1,
+        "followed_bad": 1,
+        "followed_offsite": 1,
+    }
     children = [decode_event(d.body) for d in await rig.receive()]
     assert {(c.url, c.depth, c.parent, c.trace, c.source) for c in children} == {
         (URL + "2", 1, "e1", "tr", "follow:product"),

@@ -316,7 +316,8 @@ async def main(path, name, log, lease):
                     done += 1
                 if name == "victim" and done == 21:  # the delay is random
                     kill_pending.touch()
-                    threading.Timer(random.uniform(0.0, 0.02), os.kill, (os.getpid(), signal.SIGKILL)).start()
+                    kill = (os.getpid(), signal.SIGKILL)
+                    threading.Timer(random.uniform(0.0, 0.02), os.kill, kill).start()
                     done += 1
     db.close_now()
 

@@ -52,7 +52,8 @@ class Project:
         self.dir, self._capfd = tmp, capfd
         (tmp / "shop.py").write_text(SHOP)
         common = (
-            f'durability = "process"\n[extract]\nisolation = "none"\n[pace]\nrate = "{rate}"\nconcurrency = {concurrency}\n'
+            f'durability = "process"\n[extract]\nisolation = "none"\n[pace]\nrate = "{rate}"\n'
+            f"concurrency = {concurrency}\n"
             '[net]\nallow = "127.0.0.1:*,127.0.0.2:*"\n'
         )
         (tmp / "penstock.toml").write_text(common + toml)
@@ -176,7 +177,8 @@ async def test_a_paused_host_gets_no_request_and_resume_makes_its_events_due(
             await until(
                 lambda: (
                     domains.rows(
-                        "SELECT 1 FROM event WHERE status='delayed' AND reason LIKE 'waiting for a slot%'"
+                        "SELECT 1 FROM event WHERE status='delayed' "
+                        "AND reason LIKE 'waiting for a slot%'"
                     )
                     != []
                 )

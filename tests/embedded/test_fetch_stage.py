@@ -463,10 +463,15 @@ async def test_redirects_are_followed_and_reported_as_hops() -> None:
 @pytest.mark.parametrize(
     ("location", "reason"),
     [
-        ("/a", "leads back to itself"), ("http://[", "not a URL"), ("file:///etc/passwd", "scheme is not http"), ("", "leads back to itself"),
-        ("http://user:secret@127.0.0.1/", "user name or password"), ("/" + "x" * 20_000, "longer than"), ("/" + "x" * 200_000, "larger than"),
+        ("/a", "leads back to itself"),
+        ("http://[", "not a URL"),
+        ("file:///etc/passwd", "scheme is not http"),
+        ("", "leads back to itself"),
+        ("http://user:secret@127.0.0.1/", "user name or password"),
+        ("/" + "x" * 20_000, "longer than"),
+        ("/" + "x" * 200_000, "larger than"),
     ],
-)  # fmt: skip
+)
 async def test_a_redirect_to_an_invalid_url_is_permanent(location: str, reason: str) -> None:
     async with rig() as r:
         r.web.route("/a", to(location))
@@ -629,9 +634,17 @@ async def test_credentials_are_not_sent_to_another_origin() -> None:
 
 @pytest.mark.parametrize(
     ("method", "status", "expected"),
-    [("POST", 301, "GET"), ("POST", 302, "GET"), ("POST", 303, "GET"), ("POST", 307, "POST"), ("POST", 308, "POST"),
-     ("PUT", 301, "PUT"), ("PUT", 303, "GET"), ("HEAD", 303, "HEAD")],
-)  # fmt: skip
+    [
+        ("POST", 301, "GET"),
+        ("POST", 302, "GET"),
+        ("POST", 303, "GET"),
+        ("POST", 307, "POST"),
+        ("POST", 308, "POST"),
+        ("PUT", 301, "PUT"),
+        ("PUT", 303, "GET"),
+        ("HEAD", 303, "HEAD"),
+    ],
+)
 async def test_the_method_changes_after_a_redirect_as_in_browsers(
     method: str, status: int, expected: str
 ) -> None:
@@ -666,10 +679,29 @@ async def test_a_request_body_is_not_sent_to_another_origin() -> None:
 async def test_a_redirect_from_https_to_http_is_followed_only_if_allowed(tmp_path: Path) -> None:
     key, cert = str(tmp_path / "key.pem"), str(tmp_path / "cert.pem")
     subprocess.run(  # noqa: ASYNC221
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2", "-keyout", key, "-out", cert,
-         "-subj", "/CN=t", "-addext", "subjectAltName=IP:127.0.0.1"],
-        check=True, capture_output=True,
-    )  # fmt: skip
+        [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:prime256v1",
+            "-nodes",
+            "-days",
+            "2",
+            "-keyout",
+            key,
+            "-out",
+            cert,
+            "-subj",
+            "/CN=t",
+            "-addext",
+            "subjectAltName=IP:127.0.0.1",
+        ],
+        check=True,
+        capture_output=True,
+    )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(cert, key)
     for allowed in (False, True):

@@ -129,8 +129,11 @@ async def test_the_route_selects_the_pool_and_an_event_without_a_route_uses_no_p
             assert t.direct == 0, "robots.txt included"
             assert (await r.fetch("/plain")).status == 200
             assert {path: t.peers(path) for path in ("/geo", "/name", "/account", "/plain")} == {
-                "/geo": ["127.0.0.11"], "/name": ["127.0.0.11"], "/account": ["127.0.0.12"], "/plain": ["127.0.0.1"],
-            }  # fmt: skip
+                "/geo": ["127.0.0.11"],
+                "/name": ["127.0.0.11"],
+                "/account": ["127.0.0.12"],
+                "/plain": ["127.0.0.1"],
+            }
             assert home.connects == [f"127.0.0.1:{t.port}"]
 
 
@@ -506,7 +509,10 @@ class Project:
         self.dir = tmp
         (tmp / "shop.py").write_text(SHOP)
         allow = ",".join(f"127.0.0.1:{p}" for p in ports)
-        common = f'robots = "ignore"\n[pace]\nrate = "unlimited"\n[net]\nallow = "{allow}"\n[extract]\nisolation = "none"\n'
+        common = (
+            f'robots = "ignore"\n[pace]\nrate = "unlimited"\n[net]\nallow = "{allow}"\n'
+            '[extract]\nisolation = "none"\n'
+        )
         (tmp / "penstock.toml").write_text(common + toml)
         monkeypatch.chdir(tmp)
 
@@ -564,7 +570,10 @@ async def test_events_of_an_exhausted_pool_wait_uncharged_until_max_age(
 ) -> None:
     async with Target() as t, Proxy() as gone:
         await gone.stop()
-        toml = f'[retry]\nmax_age = "4s"\n[proxies.p]\nurls = ["{gone.dsn}"]\ncooldown = "200ms"\ncooldown_max = "300ms"\n'
+        toml = (
+            f'[retry]\nmax_age = "4s"\n[proxies.p]\nurls = ["{gone.dsn}"]\n'
+            'cooldown = "200ms"\ncooldown_max = "300ms"\n'
+        )
         project = Project(tmp_path, monkeypatch, toml, t.port, gone.port)
 
         def ended() -> int:
@@ -606,7 +615,10 @@ async def test_a_blocked_event_is_retried_with_the_next_pool_and_the_same_envelo
     async with Target() as t, Proxy(exit_="127.0.0.11") as a, Proxy(exit_="127.0.0.12") as b:
         for path in ("/x", "/stay"):
             t.answers["127.0.0.11" + path] = (403, [], "no")
-        toml = f'[retry]\nbase = "30ms"\n[proxies.a]\nurls = "{a.dsn}"\nnext = "b"\ncooldown = "10ms"\n[proxies.b]\nurls = "{b.dsn}"\n'
+        toml = (
+            f'[retry]\nbase = "30ms"\n[proxies.a]\nurls = "{a.dsn}"\nnext = "b"\n'
+            f'cooldown = "10ms"\n[proxies.b]\nurls = "{b.dsn}"\n'
+        )
         project = Project(tmp_path, monkeypatch, toml, t.port, a.port, b.port)
         await project.push(t.url("/x"), pool="a")
         before = project.query("SELECT body FROM envelope")
@@ -630,7 +642,10 @@ async def test_a_redriven_event_starts_from_its_first_pool(
 ) -> None:
     async with Target() as t, Proxy(exit_="127.0.0.11") as a, Proxy(exit_="127.0.0.12") as b:
         t.answers["/x"] = (403, [], "no")
-        toml = f'[retry]\nbase = "20ms"\nbudget = 1\n[proxies.a]\nurls = "{a.dsn}"\nnext = "b"\ncooldown = "1ms"\n'
+        toml = (
+            f'[retry]\nbase = "20ms"\nbudget = 1\n[proxies.a]\nurls = "{a.dsn}"\nnext = "b"\n'
+            'cooldown = "1ms"\n'
+        )
         toml += f'[proxies.b]\nurls = "{b.dsn}"\ncooldown = "1ms"\n'
         project = Project(tmp_path, monkeypatch, toml, t.port, a.port, b.port)
         await project.push(t.url("/x"), pool="a")
@@ -673,7 +688,8 @@ async def test_no_password_is_written_logged_or_shown(
             f'[proxies.good]\nurls = "{good.dsn}"\ncooldown = "1ms"\n'
             f'[proxies.blocked]\nurls = "{blocked.dsn}"\ncooldown = "1ms"\n'
             f'[proxies.refusing]\nurls = "{refusing.dsn}"\n'
-            f'cooldown = "10ms"\n[proxies.wrong]\nurls = ["{wrong_dsn}", "{gone.dsn}"]\ncooldown = "100ms"\ncooldown_max = "200ms"\n'
+            f'cooldown = "10ms"\n[proxies.wrong]\nurls = ["{wrong_dsn}", "{gone.dsn}"]\n'
+            'cooldown = "100ms"\ncooldown_max = "200ms"\n'
             f'[proxies.list]\nlist_url = "{provider.url("/l?key=LISTKEY-PLANTED")}"\n'
         )
         project = Project(
@@ -706,10 +722,19 @@ async def test_no_password_is_written_logged_or_shown(
         assert t.direct == 0
         assert project.query("SELECT failures FROM proxy_health"), "the run recorded proxy failures"
         for args in (
-            ["proxies", "ls"], ["proxies", "ls", "--json"], ["proxies", "test", "--url", t.url("/ip"), "--json"], ["config", "show", "--origin"],
-            ["config", "show", "--json"], ["status"], ["status", "--json"], ["dlq", "ls"], ["dlq", "ls", "--json"], ["trace", t.url("/block")],
-            ["trace", t.url("/never"), "--json"], ["events", "ls", "--json"],
-        ):  # fmt: skip
+            ["proxies", "ls"],
+            ["proxies", "ls", "--json"],
+            ["proxies", "test", "--url", t.url("/ip"), "--json"],
+            ["config", "show", "--origin"],
+            ["config", "show", "--json"],
+            ["status"],
+            ["status", "--json"],
+            ["dlq", "ls"],
+            ["dlq", "ls", "--json"],
+            ["trace", t.url("/block")],
+            ["trace", t.url("/never"), "--json"],
+            ["events", "ls", "--json"],
+        ):
             await asyncio.to_thread(main, args)
         shown = capfd.readouterr()
         everything = (

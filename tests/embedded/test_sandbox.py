@@ -109,12 +109,14 @@ def act(what):
         linger(True)
         os._exit(7)
     elif what == "unburied":  # the zygote, which reaps this child, is stopped for 1 s
-        subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getppid()}"], start_new_session=True)
+        wake = f"sleep 1; kill -CONT {os.getppid()}"
+        subprocess.Popen(["sh", "-c", wake], start_new_session=True)
         os.kill(os.getppid(), signal.SIGSTOP)
         os._exit(3)
     elif what == "thread": threading.Thread(target=time.sleep, args=(600,)).start()
     elif what == "signals":
-        for n in (signal.SIGTERM, signal.SIGINT, signal.SIGABRT, signal.SIGCHLD): signal.signal(n, lambda *a: None)
+        for n in (signal.SIGTERM, signal.SIGINT, signal.SIGABRT, signal.SIGCHLD):
+            signal.signal(n, lambda *a: None)
         loop_forever()
     elif what == "patricide":
         os.kill(os.getppid(), signal.SIGKILL)
@@ -126,8 +128,10 @@ def act(what):
 @shop.extract
 def page(page: Page):
     what = page.url.rsplit("/", 1)[1].partition("?")[0]
-    yield {"url": page.url, "size": len(page.body), "pid": os.getpid(), "event": page.event.id if page.event else None,
-           "header": page.headers.get("x-test"), "title": page.css("h1::text").get(), **(act(what) or {})}
+    yield {"url": page.url, "size": len(page.body), "pid": os.getpid(),
+           "event": page.event.id if page.event else None,
+           "header": page.headers.get("x-test"),
+           "title": page.css("h1::text").get(), **(act(what) or {})}
 
 async def send(change):
     await asyncio.sleep(0)
@@ -576,7 +580,9 @@ def test_a_cancelled_extraction_frees_its_child(shop: Path) -> None:
 
 def test_a_kill_from_outside_during_the_import_is_retried(shop: Path, tmp_path: Path) -> None:
     shop.write_text(
-        f"import os, pathlib\nif not (mark := pathlib.Path({str(tmp_path / 'mark')!r})).exists():\n    mark.touch()\n    os.kill(os.getpid(), 9)\n{SHOP}"
+        "import os, pathlib\n"
+        f"if not (mark := pathlib.Path({str(tmp_path / 'mark')!r})).exists():\n    mark.touch()\n"
+        f"    os.kill(os.getpid(), 9)\n{SHOP}"
     )
     assert fields(run(shop, lambda s: s.extract([page("fine")]))[0])
 

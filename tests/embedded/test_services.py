@@ -259,7 +259,6 @@ def test_ctrl_c_stops_the_servers_of_workers_that_do_not_end(
     (tmp_path / "test_suite.py").write_text(HANGING_SUITE)
     command = [sys.executable, "-m", "pytest", "-p", "tests.servers", "-p", "no:cacheprovider"]
     place = Place(services.state / "gw0" / "s3")
-    workers_state = {"PENSTOCK_SERVICES_DIR": str(services.state / "gw0")}
     with subprocess.Popen(
         [*command, "-c", str(ROOT / "pyproject.toml"), "-n", "1", str(tmp_path / "test_suite.py")],
         cwd=ROOT,
@@ -276,7 +275,7 @@ def test_ctrl_c_stops_the_servers_of_workers_that_do_not_end(
             assert suite.wait(120) == pytest.ExitCode.INTERRUPTED
             assert not place.running()
         finally:
-            services.run("down", "--wipe", **workers_state)
+            services.run("down", "--wipe", PENSTOCK_SERVICES_DIR=str(services.state / "gw0"))
 
 
 def test_in_ci_a_missing_server_is_an_error(services: Services, tmp_path: Path) -> None:

@@ -177,7 +177,8 @@ async def test_processes_that_write_continuously_do_not_lock_out_another_writer(
         "async def main():\n"
         "    db = Database(sys.argv[1])\n"
         "    while True:\n"
-        "        await db.write(lambda tx: [tx.execute('INSERT INTO t VALUES(?)', (i,)) for i in range(2000)], durable=False)\n"
+        "        await db.write(lambda tx: [tx.execute('INSERT INTO t VALUES(?)', (i,)) "
+        "for i in range(2000)], durable=False)\n"
         "        print(flush=True)\n"
         "asyncio.run(main())\n"
     )
@@ -430,7 +431,8 @@ async def test_a_wal_that_two_processes_write_continuously_is_restarted(
         "async def main():\n"
         "    db = store.Database(sys.argv[1])\n"
         "    for _ in range(300):\n"
-        "        await db.write(lambda tx: tx.execute('INSERT INTO big VALUES(zeroblob(100000))'))\n"
+        "        await db.write(lambda tx: tx.execute('INSERT INTO big "
+        "VALUES(zeroblob(100000))'))\n"
         "    print(flush=True)\n"
         "    sys.stdin.read()\n"  # the last process that closes the file deletes the WAL
         "asyncio.run(main())\n"
@@ -614,8 +616,10 @@ def test_a_failed_schema_creates_no_tables(tmp_path: Path) -> None:
 
 async def test_several_processes_can_open_a_new_file_together(tmp_path: Path) -> None:
     code = (
-        "import sys, time\nfrom penstock.stores.sqlite import Database\nwhile time.time() < float(sys.argv[2]): pass\n"
-        "for i in range(20):\n    db = Database(f'{sys.argv[1]}/{i}.db', inline=True); db.part('p', 1, 'CREATE TABLE t(x)')\n"
+        "import sys, time\nfrom penstock.stores.sqlite import Database\n"
+        "while time.time() < float(sys.argv[2]): pass\n"
+        "for i in range(20):\n    db = Database(f'{sys.argv[1]}/{i}.db', inline=True); "
+        "db.part('p', 1, 'CREATE TABLE t(x)')\n"
         "    db.write_now(lambda tx: tx.execute('INSERT INTO t VALUES(1)')); db.close_now()\n"
     )
     start = __import__("time").time() + 1.0

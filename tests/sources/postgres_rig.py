@@ -138,13 +138,19 @@ class Rig:
         if self.admin.closed:
             self.admin = psycopg.connect(self.server, autocommit=True)
         self.admin.execute(
-            "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots WHERE database=%s AND active",
+            (
+                "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots "
+                "WHERE database=%s AND active"
+            ),
             (self.database,),
         )
         for _ in range(1200):  # the server notices late that a reader has ended
             with contextlib.suppress(psycopg.errors.ObjectInUse):
                 self.admin.execute(
-                    "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE database=%s",
+                    (
+                        "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots "
+                        "WHERE database=%s"
+                    ),
                     (self.database,),
                 )
                 break

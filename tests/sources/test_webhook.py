@@ -116,7 +116,10 @@ def test_each_of_two_secrets_is_accepted_and_so_is_a_request_signed_with_both() 
     assert findings_of(both, standard()) == findings_of(both, standard(secret=OLD))
     headers = standard(secret=OLD)
     headers["webhook-signature"] = [
-        f"v1a,{'A' * 20} v2,xyz {headers['webhook-signature'][0]} {standard()['webhook-signature'][0]}"
+        (
+            f"v1a,{'A' * 20} v2,xyz {headers['webhook-signature'][0]} "
+            f"{standard()['webhook-signature'][0]}"
+        )
     ]
     assert findings_of(hook(secret=SECRET), headers)
 
@@ -273,9 +276,15 @@ def test_a_custom_hmac_scheme_is_configured_by_its_options() -> None:
     text = b"v0:1760000000:" + BODY
     given = base64.b64encode(hmac.new(TEXT.encode(), text, hashlib.sha512).digest()).decode()
     source = hook(
-        secret=TEXT, signature="hmac", header="X-Shop-Signature", algorithm="sha512", encoding="base64", prefix="v0=",
-        signed="v0:{X-Shop-Time}:{body}", timestamp="X-Shop-Time",
-    )  # fmt: skip
+        secret=TEXT,
+        signature="hmac",
+        header="X-Shop-Signature",
+        algorithm="sha512",
+        encoding="base64",
+        prefix="v0=",
+        signed="v0:{X-Shop-Time}:{body}",
+        timestamp="X-Shop-Time",
+    )
     headers = {**JSON, "x-shop-time": ["1760000000"], "x-shop-signature": ["v0=" + given]}
     assert findings_of(source, headers)
     assert refusal(source, {**headers, "x-shop-time": ["1760000001"]}).status == 401
@@ -546,8 +555,16 @@ def test_base64_data_of_a_cloudevent_is_decoded_as_json() -> None:
         ("application/x-ndjson", b'{"a": 1}\n{"a": ', 400),
         ("application/cloudevents+json", b"[]", 400),
         ("application/cloudevents+json", b"{}", 400),
-        ("application/cloudevents+json", b'{"specversion": "0.3", "id": "1", "source": "s", "type": "t"}', 400),
-        ("application/cloudevents+json", b'{"specversion": "1.0", "id": 1, "source": "s", "type": "t"}', 400),
+        (
+            "application/cloudevents+json",
+            b'{"specversion": "0.3", "id": "1", "source": "s", "type": "t"}',
+            400,
+        ),
+        (
+            "application/cloudevents+json",
+            b'{"specversion": "1.0", "id": 1, "source": "s", "type": "t"}',
+            400,
+        ),
         ("application/cloudevents-batch+json", b"{}", 400),
         ("application/cloudevents-batch+json", b"[1]", 400),
         ("application/json; charset=utf-16", b"{}", 415),
@@ -557,10 +574,14 @@ def test_base64_data_of_a_cloudevent_is_decoded_as_json() -> None:
         ("", b"{}", 415),
         ("application/json", b"[" + b",".join([b"{}"] * 1001) + b"]", 413),
         ("application/x-ndjson", b"{}\n" * 1001, 413),
-        ("application/cloudevents-batch+json", b"[" + b",".join([json.dumps(EVENT).encode()] * 1001) + b"]", 413),
+        (
+            "application/cloudevents-batch+json",
+            b"[" + b",".join([json.dumps(EVENT).encode()] * 1001) + b"]",
+            413,
+        ),
         ("application/json", b" " * (1 << 20) + b"{}", 413),
     ],
-)  # fmt: skip
+)
 def test_an_unreadable_body_is_refused_with_its_status(kind: str, body: bytes, status: int) -> None:
     assert refusal(hook(), {**LOCAL, "content-type": [kind]}, body).status == status
 
@@ -578,9 +599,18 @@ def test_compressed_bodies_several_types_and_other_methods_are_refused() -> None
 
 
 NAMES = [
-    "content-type", "content-length", "host", "webhook-id", "webhook-timestamp", "webhook-signature", "ce-id", "ce-specversion", "authorization",
-    "x-sig", "stripe-signature",
-]  # fmt: skip
+    "content-type",
+    "content-length",
+    "host",
+    "webhook-id",
+    "webhook-timestamp",
+    "webhook-signature",
+    "ce-id",
+    "ce-specversion",
+    "authorization",
+    "x-sig",
+    "stripe-signature",
+]
 ATTRIBUTES = [
     "url",
     "id",
@@ -676,8 +706,14 @@ def test_a_payload_nested_deeper_than_100_levels_makes_no_event() -> None:
         ({"secret": TEXT, "signature": "md5"}, "not known"),
         ({"secret": TEXT, "signature": "hmac"}, "is not a header name"),
         ({"secret": TEXT, "signature": "hmac", "header": "X", "algorithm": "md5"}, "not known"),
-        ({"secret": TEXT, "signature": "hmac", "header": "X", "signed": "{X-Time}"}, "does not have the body"),
-        ({"secret": TEXT, "signature": "hmac", "header": "X", "timestamp": "X-Time"}, "does not have the body or the timestamp"),
+        (
+            {"secret": TEXT, "signature": "hmac", "header": "X", "signed": "{X-Time}"},
+            "does not have the body",
+        ),
+        (
+            {"secret": TEXT, "signature": "hmac", "header": "X", "timestamp": "X-Time"},
+            "does not have the body or the timestamp",
+        ),
         ({"secret": SECRET, "header": "X"}, 'belongs to signature = "hmac"'),
         ({"secret": SECRET, "unsigned": "anywhere"}, "there is a secret"),
         ({"unsigned": "yes"}, "unsigned is 'yes'"),
@@ -688,7 +724,7 @@ def test_a_payload_nested_deeper_than_100_levels_makes_no_event() -> None:
         ({"secert": SECRET}, "no option 'secert'"),
         ({"every": "5m"}, "no `every`"),
     ],
-)  # fmt: skip
+)
 def test_an_invalid_option_is_an_error_that_does_not_show_a_secret(
     options: dict[str, Any], message: str
 ) -> None:

@@ -91,7 +91,8 @@ from penstock.ports import ClaimChange
 from penstock.rules import pace
 from penstock.stores.redis import Server
 url, prefix, me = sys.argv[1:]
-claims = RedisClaims(Server(url, evictable=False), prefix, SystemClock(), pace.Limits(rate=200.0, jitter=0.0), random.Random(1))
+server, limits = Server(url, evictable=False), pace.Limits(rate=200.0, jitter=0.0)
+claims = RedisClaims(server, prefix, SystemClock(), limits, random.Random(1))
 async def main(work):
     await claims.refresh()
     print("ready", flush=True)
@@ -355,8 +356,10 @@ async def test_exceptions_keep_their_reasons_and_are_ended_instead_of_deleted(fl
         ]
         every = hosts.exceptions(ended=True)
         assert [(e.host, e.reason, e.ended is None) for e in every] == [
-            ("b.test", "just once", False), ("a.test", "ours indeed", True), ("a.test", "ours", False),
-        ]  # fmt: skip
+            ("b.test", "just once", False),
+            ("a.test", "ours indeed", True),
+            ("a.test", "ours", False),
+        ]
         assert [e.reason for e in hosts.exceptions(["b.test"], ended=True)] == ["just once"]
         assert obey_robots(hosts, "a.test")
         assert not obey_robots(hosts, "a.test")

@@ -64,7 +64,8 @@ class TableOutbox:
         )  # the tests kill processes and do not cut the power
         with self.db:
             self.db.execute(
-                "CREATE TABLE IF NOT EXISTS outbox (n INTEGER PRIMARY KEY AUTOINCREMENT, key, body, ord)"
+                "CREATE TABLE IF NOT EXISTS outbox (n INTEGER PRIMARY KEY AUTOINCREMENT, key, "
+                "body, ord)"
             )
             self.db.execute("CREATE TABLE IF NOT EXISTS noted (sink PRIMARY KEY, n, mark)")
 

@@ -217,8 +217,10 @@ def test_a_pipeline_is_loaded_from_a_python_file(tmp_path: Path) -> None:
     (tmp_path / "neighbour_of_shop.py").write_text("NAME = 'shop'\n")
     file = tmp_path / "shop.py"
     file.write_text(
-        "from dataclasses import dataclass\nfrom penstock import Pipeline\nfrom neighbour_of_shop import NAME\nshop = also = Pipeline(NAME)\n"
-        "@dataclass\nclass Item:\n    sku: str\n@shop.extract\ndef product(page):\n    yield Item('1')\n"
+        "from dataclasses import dataclass\nfrom penstock import Pipeline\n"
+        "from neighbour_of_shop import NAME\nshop = also = Pipeline(NAME)\n"
+        "@dataclass\nclass Item:\n    sku: str\n@shop.extract\ndef product(page):\n"
+        "    yield Item('1')\n"
         "if __name__ == '__main__':\n    raise SystemExit('not me')\n"
     )
     shop = load(file)

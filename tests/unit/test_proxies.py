@@ -57,9 +57,20 @@ def test_the_label_of_a_proxy_has_no_credentials(line: str, label: str, weight: 
 
 @pytest.mark.parametrize(
     "line",
-    ["ftp://user:secret@h:1", "socks5h://user:secret@h:1", "http://user:secret@h", "http://user:secret@h:99999", "http://user:secret@h:1/path",
-     "user:secret", "http://user:secret@h:1 0", "http://user:secret@h:1 -1", "http://user:secret@h:1 nan", "http://user:secret@h:1 x y", "http://:1"],
-)  # fmt: skip
+    [
+        "ftp://user:secret@h:1",
+        "socks5h://user:secret@h:1",
+        "http://user:secret@h",
+        "http://user:secret@h:99999",
+        "http://user:secret@h:1/path",
+        "user:secret",
+        "http://user:secret@h:1 0",
+        "http://user:secret@h:1 -1",
+        "http://user:secret@h:1 nan",
+        "http://user:secret@h:1 x y",
+        "http://:1",
+    ],
+)
 def test_the_error_of_an_invalid_proxy_does_not_contain_its_password(line: str) -> None:
     with pytest.raises(ValueError, match=r"proxy 2: ") as caught:
         parse_members(["# list", line])

@@ -119,7 +119,10 @@ def test_the_longest_rule_wins_and_allow_wins_a_tie(rules: str, path: str, verdi
         ("User-agent: penstock\n\nUser-agent: *\nDisallow: /", False),
         ("User-agent: a\nUser-agent: penstock\nUser-agent: b\nDisallow: /x", False),
         (
-            "User-agent: penstock\nDisallow: /y\nUser-agent: other\nDisallow: /z\nUser-agent: penstock\nDisallow: /x",
+            (
+                "User-agent: penstock\nDisallow: /y\nUser-agent: other\nDisallow: /z\n"
+                "User-agent: penstock\nDisallow: /x"
+            ),
             False,
         ),
         ("User-agent: a\nSitemap: https://s/\nUser-agent: penstock\nDisallow: /x", False),
@@ -145,7 +148,8 @@ def test_groups_are_found_by_agent_and_merged(body: str, verdict: bool) -> None:
 
 def test_crawl_delays_apply_to_their_agents_and_invalid_ones_are_ignored() -> None:
     r = parse(
-        b"User-agent: *\nCrawl-delay: 2.5\nDisallow:\n\nUser-agent: penstock\nCrawl-delay: 1\nCrawl-delay: 7\n\nUser-agent: b\nAllow: /\n"
+        b"User-agent: *\nCrawl-delay: 2.5\nDisallow:\n\nUser-agent: penstock\nCrawl-delay: 1\n"
+        b"Crawl-delay: 7\n\nUser-agent: b\nAllow: /\n"
     )
     assert r.crawl_delay("other") == 2.5
     assert r.crawl_delay(AGENT) == 7.0
@@ -156,7 +160,10 @@ def test_crawl_delays_apply_to_their_agents_and_invalid_ones_are_ignored() -> No
 
 
 def test_sitemaps_of_the_complete_file_are_listed_once_in_order() -> None:
-    body = "Sitemap: https://a.test/1.xml\nUser-agent: x\nsitemap:https://a.test/ü.xml#c\nSITEMAP: https://a.test/1.xml\nSitemap:\nSitemap: /3.xml"
+    body = (
+        "Sitemap: https://a.test/1.xml\nUser-agent: x\nsitemap:https://a.test/ü.xml#c\n"
+        "SITEMAP: https://a.test/1.xml\nSitemap:\nSitemap: /3.xml"
+    )
     assert parse(body.encode()).sitemaps == (
         "https://a.test/1.xml",
         "https://a.test/ü.xml",

@@ -410,9 +410,17 @@ def test_columns_are_the_fields_in_order_followed_by_the_provenance(tmp_path: Pa
         "sku,price,title,_penstock_event_id,_penstock_trace_id,_penstock_url,_penstock_key,_penstock_extractor,_penstock_version,_penstock_fetched_at"
     )
     assert cells(sink.path)[1] == {
-        "sku": "b", "price": "", "title": "T", "_penstock_event_id": "e2", "_penstock_trace_id": "t", "_penstock_url": "https://shop.example/k2",
-        "_penstock_key": "k2", "_penstock_extractor": "product", "_penstock_version": "1", "_penstock_fetched_at": "12.5",
-    }  # fmt: skip
+        "sku": "b",
+        "price": "",
+        "title": "T",
+        "_penstock_event_id": "e2",
+        "_penstock_trace_id": "t",
+        "_penstock_url": "https://shop.example/k2",
+        "_penstock_key": "k2",
+        "_penstock_extractor": "product",
+        "_penstock_version": "1",
+        "_penstock_fetched_at": "12.5",
+    }
 
 
 def test_values_are_quoted_by_rfc_4180_and_nested_ones_are_json(tmp_path: Path) -> None:
@@ -431,8 +439,14 @@ def test_values_are_quoted_by_rfc_4180_and_nested_ones_are_json(tmp_path: Path) 
     sink.close()
     (got,) = cells(sink.path)
     assert {k: v for k, v in got.items() if not k.startswith("_")} == {
-        "a": hard["a"], "b": '[1,{"c":null}]', "d": "true", "e": "", "f": " padded ", "g": "=1+1", "h,\n\"": "1" + "0" * 30,
-    }  # fmt: skip
+        "a": hard["a"],
+        "b": '[1,{"c":null}]',
+        "d": "true",
+        "e": "",
+        "f": " padded ",
+        "g": "=1+1",
+        'h,\n"': "1" + "0" * 30,
+    }
 
 
 def test_a_new_field_adds_a_column_to_every_existing_line(tmp_path: Path) -> None:
@@ -669,7 +683,10 @@ def test_the_first_value_decides_the_column_type_and_every_value_stays_exact(
     types = dict(
         table(
             sink.path,
-            "SELECT name, type FROM pragma_table_info('products') WHERE name NOT LIKE '\\_%' ESCAPE '\\'",
+            (
+                "SELECT name, type FROM pragma_table_info('products') "
+                "WHERE name NOT LIKE '\\_%' ESCAPE '\\'"
+            ),
         )
     )
     assert types == {
