@@ -1,4 +1,4 @@
-"""Fixtures of earlier releases: a project folder with open work, and the current command line in it.
+"""Fixtures of earlier releases: a project folder with open work, and the command line in it.
 
 See tools/make_release_fixture.py for their contents.
 """
@@ -31,7 +31,7 @@ def recorded_figures(release: str, kind: str) -> dict[str, Any]:
 
 
 def figures(status: dict[str, Any]) -> dict[str, Any]:
-    """Return the parts of `penstock status --json` that do not depend on the time or the machine."""
+    """Return the parts of `penstock status --json` that depend on neither time nor machine."""
     kept = ("topics", "total", "breaker", "paused", "counters", "hooks_waiting")
     return {name: status[name] for name in kept} | {
         "delays": sorted((d["reason"], d["events"]) for d in status["delays"]),

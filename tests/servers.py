@@ -87,8 +87,7 @@ class _Lending:
                 raise self.failed[server.name]
             ours = server.name not in self.used or server.place.noted().borrowed
             if server.name not in self.used:
-                server.place.directory.parent.mkdir(parents=True, exist_ok=True)
-                held = open(server.place.directory.with_suffix(".users"), "a")  # noqa: SIM115 (closed in give_back)
+                held = _users(server)  # closed in give_back
                 fcntl.flock(held, fcntl.LOCK_SH)
                 self.used[server.name] = held
             try:
@@ -102,12 +101,29 @@ class _Lending:
         for name in sorted(set(self.used) - keep, key=lambda name: -ORDER[name]):
             server = self.everything[name]
             with self.used.pop(name) as held:
-                try:
-                    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    continue  # another session still uses the server
-                if server.place.noted().borrowed:
-                    down(server)
+                _stop_if_unused(server, held)
+
+    def stop_unused(self) -> None:
+        """Stop servers whose session was killed before it could stop them."""
+        for server in reversed(self.everything.values()):
+            if server.place.running():
+                with _users(server) as held:
+                    _stop_if_unused(server, held)
+
+
+def _users(server: Server) -> IO[str]:
+    """Open the file that each process locks while it uses the server."""
+    server.place.directory.parent.mkdir(parents=True, exist_ok=True)
+    return open(server.place.directory.with_suffix(".users"), "a")
+
+
+def _stop_if_unused(server: Server, held: IO[str]) -> None:
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return  # another session still uses the server
+    if server.place.noted().borrowed:
+        down(server)
 
 
 def _needs(item: pytest.Item | None) -> list[str]:
@@ -115,7 +131,8 @@ def _needs(item: pytest.Item | None) -> list[str]:
     unknown = names - set(SERVERS)
     if unknown:
         raise pytest.UsageError(
-            f"{item.nodeid if item else ''}: no server is called {sorted(unknown)}. Servers: {', '.join(SERVERS)}"
+            f"{item.nodeid if item else ''}: no server is called {sorted(unknown)}. "
+            f"Servers: {', '.join(SERVERS)}"
         )
     return sorted(names, key=lambda name: ORDER[name])
 
@@ -169,6 +186,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Stop the servers here: pytest-xdist kills a worker ten seconds after its session."""
     session.config.stash[_lending].give_back(keep=set())
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Stop the servers of workers that were killed, in the process that started the workers.
+
+    After Ctrl-C, pytest-xdist kills a worker whose test does not end within ten seconds.
+    """
+    if not _worker(config):
+        for directory in state_directory().glob("gw*"):
+            _Lending(directory.name).stop_unused()
 
 
 @pytest.fixture

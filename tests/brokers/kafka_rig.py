@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from confluent_kafka.admin import AdminClient
 
@@ -53,12 +54,12 @@ async def die(broker: KafkaBroker) -> None:
     await broker.close()
 
 
-async def fill(broker: KafkaBroker, ids: Sequence[str], topic: str = "t", **more: object) -> None:
+async def fill(broker: KafkaBroker, ids: Sequence[str], topic: str = "t", **more: Any) -> None:
     """Publish one message per id. The key is the id without its digits: `a` for `a1`."""
-    outs = [
-        Out(**{"topic": topic, "id": i, "key": i.rstrip("0123456789"), "body": i.encode(), **more})
-        for i in ids
-    ]  # type: ignore[arg-type]
+    outs = []
+    for id_ in ids:
+        fields = {"key": id_.rstrip("0123456789"), "body": id_.encode(), **more}
+        outs.append(Out(topic=topic, id=id_, **fields))
     assert set(await broker.publish(outs)) <= {Published.OK}
 
 

@@ -70,8 +70,12 @@ async def test_members_join_and_leave_under_load_and_each_event_is_settled_once(
     first_publisher = open_kafka(url, name, options)
     others = [open_kafka(url, name, options) for _ in range(3)]
     await asyncio.gather(
-        publish(), work("first", first, 0), work("second", others[0], 0), work("third", others[1], 80), work("fourth", others[2], 200)
-    )  # fmt: skip
+        publish(),
+        work("first", first, 0),
+        work("second", others[0], 0),
+        work("third", others[1], 80),
+        work("fourth", others[2], 200),
+    )
     assert sorted(settled) == sorted(ids), "an event was lost"
     assert set(settled.values()) == {1}, "a settled event was redelivered"
     await first_publisher.close()

@@ -65,13 +65,13 @@ async def test_topics_are_created_as_configured_and_drift_is_reported_and_not_ch
     other = open_kafka(url, name, "partitions=8&retention=3d")
     drift = list(await other.ensure([TopicSpec(name="t")]))
     assert (
-        f"topic {name}.t: 4 partitions on the server and 8 in the configuration; nothing was changed"
-        in drift
-    )
+        f"topic {name}.t: 4 partitions on the server and 8 in the configuration; "
+        "nothing was changed"
+    ) in drift
     assert (
-        f"topic {name}.t: retention.ms is 172800000 on the server and 259200000 in the configuration; nothing was changed"
-        in drift
-    )
+        f"topic {name}.t: retention.ms is 172800000 on the server and 259200000 in the "
+        "configuration; nothing was changed"
+    ) in drift
     assert len(other.topics.metadata("reading").topics[f"{name}.t"].partitions) == 4
     await other.close()
 
@@ -167,7 +167,8 @@ async def test_the_messages_in_memory_are_bounded_and_all_are_delivered(url: str
     await broker.ensure([TopicSpec(name="t")])
     ids = [f"{'abcdefgh'[i % 8]}{i}" for i in range(3000)]
     await fill(broker, ids)
-    sub, seen, peak = sub_of(broker), [], 0
+    sub, peak = sub_of(broker), 0
+    seen: list[str] = []
     while len(seen) < len(ids):
         some = await sub.receive(50, 1.0)
         peak = max(
@@ -293,7 +294,7 @@ async def test_history_is_replayed_to_another_group_completely_by_time_and_by_of
         ("time", {"since": since}, "a3 a4"),
         ("offset", {"offsets": {0: 1}}, "a2 a3 a4"),
     ):
-        await broker.replay("t", group, **more)  # type: ignore[arg-type]
+        await broker.replay("t", group, **more)
         again = sub_of(broker, group=group)
         assert (
             " ".join(

@@ -7,7 +7,8 @@ import random
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import psycopg
@@ -96,9 +97,13 @@ class Fleet:
 
     def counters_match(self) -> bool:
         """Return True if the counters per key match the rows of the queue."""
-        counters = "SELECT grp, prio, key, ready, leased, delayed FROM keyq WHERE ready<>0 OR leased<>0 OR delayed<>0"
+        counters = (
+            "SELECT grp, prio, key, ready, leased, delayed FROM keyq "
+            "WHERE ready<>0 OR leased<>0 OR delayed<>0"
+        )
         counted = (
-            "SELECT grp, prio, key, count(*) FILTER (WHERE state=0), count(*) FILTER (WHERE state=1), count(*) FILTER (WHERE state=2)"
+            "SELECT grp, prio, key, count(*) FILTER (WHERE state=0), "
+            "count(*) FILTER (WHERE state=1), count(*) FILTER (WHERE state=2)"
             " FROM queue GROUP BY grp, prio, key"
         )
         return (
@@ -361,16 +366,20 @@ async def test_frequent_statements_touch_few_rows_with_statistics_of_an_empty_qu
             await broker.db.write(lambda tx: None, alone=alone)
         return int(
             fleet.sql(
-                "SELECT sum(seq_tup_read+coalesce(idx_tup_fetch, 0)) FROM pg_stat_user_tables WHERE schemaname=current_schema()"
+                "SELECT sum(seq_tup_read+coalesce(idx_tup_fetch, 0)) FROM pg_stat_user_tables "
+                "WHERE schemaname=current_schema()"
             )[0][0]
         )
+
+    def holds(deliveries: Sequence[Delivery], tx: Tx) -> list[bool]:
+        return broker.bind(tx).holds(deliveries)
 
     before = await touched()
     for _ in range(10):
         got = await sub.receive(20, 0.0)
         assert len(got) == 20
         await sub.extend(got, 30.0)
-        await broker.db.write(lambda tx, got=got: broker.bind(tx).holds(got))  # type: ignore[misc]
+        await broker.db.write(partial(holds, got))
         await sub.settle(
             [(got[0], Retry(1.0, "x")), (got[1], Release()), *[(d, Ack()) for d in got[2:]]]
         )
@@ -389,7 +398,8 @@ async def test_no_message_is_lost_when_the_server_terminates_connections(
     for i in range(6):
         if i % 2:
             fleet.sql(
-                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name='penstock'"
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                "WHERE application_name='penstock'"
             )
         while f"e{i}" not in sent:
             try:

@@ -371,7 +371,8 @@ def test_publishing_to_a_queue_at_its_limit_is_reported_as_full(host: Host) -> N
         assert answers[-1] == "full"
         drift = await broker.ensure([TopicSpec(name="t", max_depth=6)])
         assert drift[0] == (
-            "queue shop.t/main.high: x-max-length is 5 on the server and 6 in the configuration; delete the queue when it is empty to change that"
+            "queue shop.t/main.high: x-max-length is 5 on the server and 6 in the configuration; "
+            "delete the queue when it is empty to change that"
         )
 
     run(host, test)

@@ -24,7 +24,7 @@ from penstock.errors import ConfigError, StoreUnavailable, Unreachable
 from penstock.model import Ack, Dead, Retry
 from penstock.ports import Broker, Delivery, Out, Published, Subscription, TopicSpec
 from penstock.rules.priority import CLASSES
-from penstock.stores.redis import Server, judge, parse
+from penstock.stores.redis import Server, parse
 
 pytestmark = pytest.mark.server("redis")
 Servers = Callable[[str], Handle]
@@ -224,17 +224,17 @@ FINE = {
     ],
 )
 def test_an_unsuitable_server_is_refused_with_its_reason(fact: dict[str, str], says: str) -> None:
-    judge(FINE, "h:1", evictable=True, volatile=False)
+    Server("redis://h:1", evictable=True).judge(FINE)
     with pytest.raises(Unreachable, match=says) as e:
-        judge({**FINE, **fact}, "h:1", evictable=False, volatile=False)
+        Server("redis://h:1", evictable=False).judge({**FINE, **fact})
     assert e.value.hint
 
 
 def test_a_policy_that_evicts_expiring_keys_is_refused_for_expiring_keys() -> None:
     facts = {**FINE, "maxmemory_policy": "volatile-ttl"}
-    judge(facts, "h:1", evictable=False, volatile=False)
+    Server("redis://h:1", evictable=False).judge(facts)
     with pytest.raises(Unreachable, match="volatile-ttl"):
-        judge(facts, "h:1", evictable=True, volatile=False)
+        Server("redis://h:1", evictable=True).judge(facts)
 
 
 @pytest.mark.parametrize(
@@ -411,7 +411,8 @@ async def test_messages_of_a_consumer_removed_by_an_operator_are_redelivered(
         await broker.publish(messages("a1", "b1"))
         await broker.subscribe("t", "main", owner="gone", lease=0.2).receive(5, 0)
         by_hand.xgroup_delconsumer(broker.base("t") + ":normal", "main", "gone")
-        sub, ids = broker.subscribe("t", "main", owner="w", lease=0.2), set()
+        sub = broker.subscribe("t", "main", owner="w", lease=0.2)
+        ids: set[str] = set()
         while len(ids) < 2:
             ids |= {d.id for d in await sub.receive(5, 1.0)}
         assert ids == {"a1", "b1"}

@@ -9,6 +9,7 @@ import time
 import urllib.request
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -81,8 +82,9 @@ async def at(url: str, namespace: str = "", *topics: TopicSpec) -> AsyncIterator
         await broker.close()
 
 
-def out(id_: str, **more: object) -> Out:
-    return Out(**{"topic": "t", "id": id_, "key": "k", "body": id_.encode(), **more})  # type: ignore[arg-type]
+def out(id_: str, **more: Any) -> Out:
+    fields = {"topic": "t", "key": "k", "body": id_.encode(), **more}
+    return Out(id=id_, **fields)
 
 
 async def test_a_message_of_another_tool_is_delivered_unchanged(server: Place) -> None:
@@ -399,7 +401,10 @@ async def test_wrong_credentials_and_missing_permissions_have_different_errors(
         user = uuid.uuid4().hex
         await iam.create_user(UserName=user)
         key = (await iam.create_access_key(UserName=user))["AccessKey"]
-        allowed = '{"Version":"2012-10-17","Statement":[{"Effect":"Allow","Action":"sqs:GetQueueUrl","Resource":"*"}]}'
+        allowed = (
+            '{"Version":"2012-10-17","Statement":[{"Effect":"Allow",'
+            '"Action":"sqs:GetQueueUrl","Resource":"*"}]}'
+        )
         await iam.put_user_policy(UserName=user, PolicyName="p", PolicyDocument=allowed)
     checking("0")
     try:
@@ -418,7 +423,8 @@ async def test_wrong_credentials_and_missing_permissions_have_different_errors(
             ).message
         )
         error = await error_of(
-            f"sqs://{key['AccessKeyId']}:{quote(key['SecretAccessKey'], safe='')}@{address}/?tls=false&region=eu-west-1"
+            f"sqs://{key['AccessKeyId']}:{quote(key['SecretAccessKey'], safe='')}@{address}/?"
+            "tls=false&region=eu-west-1"
         )
         assert "does not allow sqs:CreateQueue" in error.message
         assert "ns-*" in error.hint

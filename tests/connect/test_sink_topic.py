@@ -69,7 +69,8 @@ class Estate:
             "name": "rows",
         }
         self._file.write_text(
-            f"from penstock import Pipeline\nshop = Pipeline({self.name!r})\nshop.sink('{self.ground.url}/{self.topic}?{query}', connect={connect!r})\n"
+            f"from penstock import Pipeline\nshop = Pipeline({self.name!r})\n"
+            f"shop.sink('{self.ground.url}/{self.topic}?{query}', connect={connect!r})\n"
         )
         assert main(["connect", "apply", str(self._file), "--url", self.worker]) == 0
 
@@ -163,7 +164,8 @@ def test_records_with_changing_field_types_are_upserted_and_removals_delete_rows
     estate.becomes([("5", None), ("b", 1.0), ("d", None)], "sku, price")
     types = dict(
         estate.sql(
-            f"SELECT column_name, data_type FROM information_schema.columns WHERE table_name = '{estate.name}'"
+            "SELECT column_name, data_type FROM information_schema.columns "
+            f"WHERE table_name = '{estate.name}'"
         )
     )
     assert {types[name] for name in ("price", "order")} == {"double precision"}

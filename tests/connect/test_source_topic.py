@@ -41,7 +41,8 @@ class Estate:
             **more,
         }
         self._file.write_text(
-            f"from penstock import Pipeline\nshop = Pipeline({self.name!r})\nshop.source('{self.ground.url}/{self.topic}', connect={connect!r})\n"
+            f"from penstock import Pipeline\nshop = Pipeline({self.name!r})\n"
+            f"shop.source('{self.ground.url}/{self.topic}', connect={connect!r})\n"
         )
         assert main(["connect", "apply", str(self._file), "--url", self.worker]) == 0
 
@@ -81,7 +82,8 @@ async def test_every_change_of_a_table_is_one_finding_with_its_row(
     estate: Estate, unwrap: bool, schemas: bool
 ) -> None:
     estate.sql(
-        f"INSERT INTO {estate.name} (url) SELECT 'http://old.test/' || n FROM generate_series(1, 20) n"
+        f"INSERT INTO {estate.name} (url) SELECT 'http://old.test/' || n "
+        "FROM generate_series(1, 20) n"
     )
     estate.apply(
         unwrap=unwrap,
@@ -92,7 +94,8 @@ async def test_every_change_of_a_table_is_one_finding_with_its_row(
     )
     wait_for(lambda: estate.messages() >= 20, "the snapshot", 120, 0.1)
     estate.sql(
-        f"INSERT INTO {estate.name} (url) SELECT 'http://new.test/' || n FROM generate_series(1, 30) n"
+        f"INSERT INTO {estate.name} (url) SELECT 'http://new.test/' || n "
+        "FROM generate_series(1, 30) n"
     )  # several rows in one statement
     estate.sql(f"UPDATE {estate.name} SET url = url || '?' WHERE id <= 5")
     estate.sql(f"DELETE FROM {estate.name} WHERE id = 1")

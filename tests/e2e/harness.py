@@ -48,9 +48,12 @@ shop.sink("jsonl:products.jsonl")
 """
 
 
-def wait_for(true: Callable[[], Any], what: str, seconds: float = 60.0, every: float = 0.01) -> Any:
+def wait_for(
+    true: Callable[..., Any], what: str, seconds: float = 60.0, every: float = 0.01
+) -> Any:
     """Return the first true result of `true`. Fail the test after `seconds`.
 
+    `true` is called without arguments. Its parameters may have defaults, as in `lambda n=n: …`.
     The time limit only ends a hang. It allows for a machine that is slow, busy or suspended.
     """
     until = time.monotonic() + seconds
@@ -92,7 +95,10 @@ class Done:
 
 
 def product(n: int | str, price: str = "10.00", more: str = "") -> str:
-    return f'<!doctype html><title>{n}</title><main data-sku="S-{n}"><h1>Product {n}</h1><p class="price">{price}</p>{more}</main>'
+    return (
+        f'<!doctype html><title>{n}</title><main data-sku="S-{n}"><h1>Product {n}</h1><p '
+        f'class="price">{price}</p>{more}</main>'
+    )
 
 
 class Running:

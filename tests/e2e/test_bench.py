@@ -20,7 +20,10 @@ pytestmark = [
     ),
     pytest.mark.skipif(
         not os.environ.get("BENCH_SMOKE"),
-        reason="NOT TESTED: BENCH_SMOKE=1 runs the benchmarks (other load on the machine changes their figures)",
+        reason=(
+            "NOT TESTED: BENCH_SMOKE=1 runs the benchmarks (other load on the machine changes "
+            "their figures)"
+        ),
     ),
 ]
 
@@ -38,7 +41,8 @@ def bench(tmp_path: Path, *args: str) -> dict[str, Any]:
     )
     if done.returncode == 1 and " is taken (" in done.stderr:
         pytest.skip(
-            f"NOT TESTED: another benchmark runs on this machine ({done.stderr.strip().splitlines()[-2]})"
+            "NOT TESTED: another benchmark runs on this machine "
+            f"({done.stderr.strip().splitlines()[-2]})"
         )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -116,7 +120,8 @@ def test_an_unknown_benchmark_is_an_error_that_lists_the_benchmarks(tmp_path: Pa
 def test_pages_reports_the_page_rate_of_every_contender_and_the_scaling(tmp_path: Path) -> None:
     if shutil.which("nginx", path=os.environ["PATH"] + ":/usr/sbin:/usr/local/sbin") is None:
         pytest.skip(
-            "NOT TESTED: nginx is not installed, and `bench pages` fetches from it (apt install nginx)"
+            "NOT TESTED: nginx is not installed, and `bench pages` fetches from it (apt install "
+            "nginx)"
         )
     if (os.cpu_count() or 1) < 2:
         pytest.skip("NOT TESTED: `bench pages` needs two cores")

@@ -49,7 +49,10 @@ class Database:
     def insert(self, start: int, rows: int) -> None:
         with self.db.transaction():
             self.db.execute(
-                "INSERT INTO scrape_requests(url) SELECT 'https://shop.test/p/' || n FROM generate_series(%s::int, %s::int) n",
+                (
+                    "INSERT INTO scrape_requests(url) SELECT 'https://shop.test/p/' || n "
+                    "FROM generate_series(%s::int, %s::int) n"
+                ),
                 (start, start + rows - 1),
             )
 
@@ -57,7 +60,10 @@ class Database:
         self.db.close()
         wait_for(lambda: not any(active for _, active in self.slots()), "no reader uses the slot")
         self._admin.execute(
-            "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE database=%s",
+            (
+                "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots "
+                "WHERE database=%s"
+            ),
             (self.name,),
         )
         self._admin.execute(
@@ -76,7 +82,10 @@ def database(server: Callable[[str], Handle], project: Project) -> Iterator[Data
 
 def pipeline(database: Database) -> str:
     url = database.url.replace("postgres:", "postgres+cdc:")
-    return f'from penstock import Pipeline\n\nshop = Pipeline("shop")\nshop.source("{url}", name="asked")\nshop.sink("jsonl:products.jsonl")\n'
+    return (
+        'from penstock import Pipeline\n\nshop = Pipeline("shop")\n'
+        f'shop.source("{url}", name="asked")\nshop.sink("jsonl:products.jsonl")\n'
+    )
 
 
 def accepted(project: Project) -> int:

@@ -5,6 +5,7 @@ newer extractor, pages that match or yield nothing.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 from tests.e2e.harness import SHOP, Project, Site, product, read_rows
 
@@ -18,12 +19,13 @@ import json
 @shop.on_change
 def record_change(change):
     with open(__file__.replace("shop.py", "changes.jsonl"), "a") as f:
-        f.write(json.dumps({"event_id": change.event_id, "key": change.key, "old": change.old, "new": change.new, "fields": change.fields}) + "\\n")
+        names = ("event_id", "key", "old", "new", "fields")
+        f.write(json.dumps({name: getattr(change, name) for name in names}) + "\\n")
 """
 )
 
 
-def with_etag(html: str):  # type: ignore[no-untyped-def]
+def with_etag(html: str) -> Callable[[Request], Reply]:
     def handler(request: Request) -> Reply:
         return tagged(request, reply(html))
 
@@ -159,7 +161,10 @@ def test_a_failed_hook_is_called_again_and_the_row_is_written_once(
         "shop.py",
         HOOKED.replace(
             "def record_change(change):\n",
-            "def record_change(change):\n    import os\n    if not os.path.exists('go'):\n        open('go', 'w').close()\n        raise OSError('not now')\n",
+            (
+                "def record_change(change):\n    import os\n    if not os.path.exists('go'):\n"
+                "        open('go', 'w').close()\n        raise OSError('not now')\n"
+            ),
         ),
     )
     url = site.serve("/p/1", product(1, "10.00"))

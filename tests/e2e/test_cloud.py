@@ -19,9 +19,13 @@ def test_a_pipeline_on_sqs_and_s3_loses_nothing_when_a_worker_is_killed(
 ) -> None:
     state = project.dir / ".penstock"
     project.set(
-        namespace=f"t{project.mark[:12]}", broker_url=server("sqs").url + "&poll=1", pages_url=server("s3").url,
-        ledger_url=f"sqlite:{state}/ledger.db", claims_url=f"sqlite:{state}/ledger.db", lease="3s",
-    )  # fmt: skip
+        namespace=f"t{project.mark[:12]}",
+        broker_url=server("sqs").url + "&poll=1",
+        pages_url=server("s3").url,
+        ledger_url=f"sqlite:{state}/ledger.db",
+        claims_url=f"sqlite:{state}/ledger.db",
+        lease="3s",
+    )
     urls = [site.serve(f"/p/{n}", product(n)) for n in range(PAGES)]
     project.push(*urls)
     fetch = project.start("run", "shop.py", "--role", "fetch")

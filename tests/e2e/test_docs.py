@@ -157,7 +157,10 @@ def test_every_runnable_block_of_a_page_exits_with_0_and_prints_the_documented_l
         elif block.info == "sh run":
             n = len(steps)
             steps.append(block)
-            script += f"{{\n{moved(block.body)}}} > {results}/{n}.out 2> {results}/{n}.err\necho $? > {results}/{n}.code\n"
+            script += (
+                f"{{\n{moved(block.body)}}} > {results}/{n}.out 2> {results}/{n}.err\n"
+                f"echo $? > {results}/{n}.code\n"
+            )
     assert steps, f"{page} has no runnable block"
     with session(work, script) as process:
         process.wait(600)
@@ -429,7 +432,8 @@ def test_the_example_sink_for_contributors_loads_and_writes_every_row_once(
         "[penstock.sinks]\n" + "".join(f"{k} = {v}\n" for k, v in found.items())
     )
     (tmp_path / "shop.py").write_text(
-        'from penstock import Pipeline\nshop = Pipeline("shop")\n@shop.extract\ndef all(page):\n    yield {"t": page.text}\nshop.sink("tab:out.tsv")\n'
+        'from penstock import Pipeline\nshop = Pipeline("shop")\n@shop.extract\ndef all(page):\n'
+        '    yield {"t": page.text}\nshop.sink("tab:out.tsv")\n'
     )
     env = os.environ | {"PYTHONPATH": str(tmp_path)}
     checked = subprocess.run(

@@ -19,7 +19,10 @@ from tests.servers import Handle
 
 pytestmark = pytest.mark.server("postgres")
 HERE = "(SELECT oid FROM pg_database WHERE datname=current_database())"
-HOLDERS = f"SELECT pid FROM pg_locks WHERE locktype='advisory' AND objsubid=1 AND granted AND database={HERE}"
+HOLDERS = (
+    "SELECT pid FROM pg_locks WHERE locktype='advisory' AND objsubid=1 AND granted "
+    f"AND database={HERE}"
+)
 
 
 class Machines:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from confluent_kafka import Consumer, TopicPartition
+from confluent_kafka import Consumer, Message, TopicPartition
 from tests.e2e.harness import Project, Site, Target, product, wait_for
 from tests.servers import Handle
 from tests.sources.kafka_ground import Ground
@@ -32,7 +32,8 @@ def product(page: Page):
     if row.get("gone"):
         yield Removed(page.css("[data-sku]::attr(data-sku)").get())
     else:
-        yield {{"sku": page.css("[data-sku]::attr(data-sku)").get(), "id": row["id"], "op": row["_cdc"]["op"]}}
+        sku = page.css("[data-sku]::attr(data-sku)").get()
+        yield {{"sku": sku, "id": row["id"], "op": row["_cdc"]["op"]}}
 """
 
 
@@ -84,11 +85,15 @@ def messages(ground: Ground, topic: str) -> list[Any]:
     )
     partitions = sorted(consumer.list_topics(topic, timeout=60).topics[topic].partitions)
     consumer.assign([TopicPartition(topic, p, 0) for p in partitions])
-    found, ended = [], set()
+    found: list[Message] = []
+    ended: set[int] = set()
     while len(ended) < len(partitions):
         m: Any = consumer.poll(60)
         assert m is not None
-        ended.add(m.partition()) if m.error() else found.append(m)
+        if m.error():
+            ended.add(m.partition())
+        else:
+            found.append(m)
     consumer.close()
     return found
 

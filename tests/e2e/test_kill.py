@@ -107,7 +107,8 @@ def finish(
     started = time.monotonic()
     done = project.penstock("run", "shop.py", "--until-idle", *args)
     print(
-        f"the last run took {time.monotonic() - started:.1f} s, {sum(target.asked().values())} requests for {target.pages} pages"
+        f"the last run took {time.monotonic() - started:.1f} s, {sum(target.asked().values())} "
+        f"requests for {target.pages} pages"
     )
     assert done.code in (0, 1), done.output  # 1: events ended dead in this run
     check(

@@ -161,10 +161,12 @@ from penstock.runtime.stores import open_stores
 from penstock.ports import Out
 
 async def main():
-    stores = open_stores(config.load({}, {k: v for k, v in os.environ.items() if k.startswith("PENSTOCK_")}, Path.cwd()).config)
+    variables = {k: v for k, v in os.environ.items() if k.startswith("PENSTOCK_")}
+    stores = open_stores(config.load({}, variables, Path.cwd()).config)
     await stores.start()
     broker = stores.topics if stores.relay is None else stores.relay.broker("requests")
-    answers = await broker.publish([Out(topic="requests", id="stranger", key="k", body=b"\\x00not an event\\xff")])
+    body = b"\\x00not an event\\xff"
+    answers = await broker.publish([Out(topic="requests", id="stranger", key="k", body=body)])
     assert list(answers) == ["ok"], answers
     await stores.stop()
     stores.close()

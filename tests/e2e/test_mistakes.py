@@ -116,12 +116,18 @@ def test_an_invalid_pipeline_file_is_refused_with_its_line_and_nothing_is_writte
 def test_an_invalid_declarative_pipeline_is_refused(project: Project) -> None:
     project.write(
         "shop.toml",
-        '[pipeline]\nname = "shop"\n[[extract]]\nmatch = "*"\n[extract.fields]\nprice = "p["\n[[sink]]\nurl = "jsonl:x.jsonl"\n',
+        (
+            '[pipeline]\nname = "shop"\n[[extract]]\nmatch = "*"\n[extract.fields]\nprice = "p["\n'
+            '[[sink]]\nurl = "jsonl:x.jsonl"\n'
+        ),
     )
     refused(project.penstock("run", "shop.toml", "--until-idle"), CONFIGURATION, "shop.toml", "p[")
     project.write(
         "shop.toml",
-        '[pipeline]\nname = "shop"\n[[extract]]\nversion = "one"\n[extract.fields]\ntitle = "h1::text"\n',
+        (
+            '[pipeline]\nname = "shop"\n[[extract]]\nversion = "one"\n[extract.fields]\n'
+            'title = "h1::text"\n'
+        ),
     )
     refused(
         project.penstock("run", "shop.toml", "--until-idle"), CONFIGURATION, "shop.toml", "version"

@@ -30,12 +30,14 @@ def sys_exit(): sys.exit("enough")
 def recurse(): recurse()
 def flood(): return "x" * (4 << 20)
 
-KINDS = {31: segfault, 97: loop, 140: allocate, 201: leave_with_0, 256: leave_with_3, 333: sys_exit, 404: recurse, 480: flood}
+KINDS = {31: segfault, 97: loop, 140: allocate, 201: leave_with_0, 256: leave_with_3,
+         333: sys_exit, 404: recurse, 480: flood}
 
 @shop.extract(match="*/p/*", key="sku")
 def product(page: Page):
     n = int(page.url.rpartition("/")[2])
-    yield {"sku": page.css("[data-sku]::attr(data-sku)").get(), "extra": KINDS[n]() if n in KINDS else None}
+    extra = KINDS[n]() if n in KINDS else None
+    yield {"sku": page.css("[data-sku]::attr(data-sku)").get(), "extra": extra}
 
 shop.sink("jsonl:products.jsonl")
 """

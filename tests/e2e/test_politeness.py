@@ -13,12 +13,12 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from tests.e2e.harness import Project, Site, product, wait_for
 
-from penstock.testing.web import HTML, TEXT, Handler, Reply, Request, reply
+from penstock.testing.web import HTML, TEXT, Reply, Request, reply
 
 RATES = (10.0, 5.0, 10.0)  # of the three hosts, one with a separate limit
 SECONDS = 6.0  # of work for each host
@@ -32,7 +32,7 @@ class Hosts:
         self.site = Site(self._answer)
         self.ports = [self.site.port, *(self._listen() for _ in RATES[1:])]
         self.robots: dict[int, str] = {}
-        self.answers: dict[int, Handler] = {}
+        self.answers: dict[int, Callable[[Request], Reply | None]] = {}
         self.project = project
         project.allow(*self.ports)
         project.set(pace_rate=f"{RATES[0]:g}")
@@ -118,7 +118,8 @@ class Hosts:
             for width in (1.0, 2.0, 3.0, 5.0):
                 peak = max(count(times, start, width) for start in times)
                 assert peak <= 1 + 1.05 * rate * (width + self.late), (
-                    f"{peak} requests to the host with {rate:g} a second within {width:g} s\n{gaps(times)}"
+                    f"{peak} requests to the host with {rate:g} a second within {width:g} s\n"
+                    f"{gaps(times)}"
                 )
             assert statistics.median(gaps(times)) <= 1 / (least * rate) + self.often_late, (
                 f"slower than need be: {gaps(times)}"
@@ -247,7 +248,7 @@ def test_after_a_429_the_host_is_not_requested_until_retry_after_and_the_others_
         sent.append(time.time())
         return reply("not so fast", TEXT, 429, **{"retry-after": "5"})
 
-    hosts.answers[first] = answer  # type: ignore[assignment]
+    hosts.answers[first] = answer
     hosts.run(8)
     at = sent[0]
     # Requests that were already sent when the response arrived.

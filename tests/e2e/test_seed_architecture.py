@@ -45,7 +45,8 @@ class Estate:
         self.requests, self.products = f"{self.id}_requests", f"{self.id}_products"
         project.set(connect_url=server("connect").url)
         self.sql(
-            f"CREATE TABLE {self.requests} (id bigserial PRIMARY KEY, url text NOT NULL, asked timestamptz NOT NULL DEFAULT clock_timestamp())"
+            f"CREATE TABLE {self.requests} (id bigserial PRIMARY KEY, url text NOT NULL, asked "
+            "timestamptz NOT NULL DEFAULT clock_timestamp())"
         )
         source = {
             "kind": "debezium-postgres",
@@ -143,7 +144,8 @@ def test_a_thousand_rows_are_a_thousand_results_with_killed_connect_and_workers(
     wait_for(lambda: project.total()["success"] == ROWS, f"all ended: {running.output}", 240, 0.5)
     assert estate.rows() == ROWS
     found = estate.sql(
-        f"SELECT p.sku, p.priority, p.asked, r.url FROM {estate.products} p JOIN {estate.requests} r ON r.id = p.asked"
+        f"SELECT p.sku, p.priority, p.asked, r.url FROM {estate.products} p "
+        f"JOIN {estate.requests} r ON r.id = p.asked"
     )
     assert len(found) == ROWS
     assert all(

@@ -80,7 +80,7 @@ def test_the_other_machine_continues_a_source_whose_reader_is_killed(
             "the list is begun",
             120,
             0.2,
-        )  # type: ignore[misc]
+        )
         assert not any(r.ended for r in running), [r.output for r in running]
         # One check only: a reader that was suspended longer than its lease may have changed by
         # the next check.

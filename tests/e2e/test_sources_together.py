@@ -25,14 +25,18 @@ shop = Pipeline("shop")
 
 @shop.extract(match="*/p/*", key="sku")
 def product(page: Page):
-    yield {{"sku": page.css("[data-sku]::attr(data-sku)").get(), "price": page.css(".price::text").get()}}
+    price = page.css(".price::text").get()
+    yield {{"sku": page.css("[data-sku]::attr(data-sku)").get(), "price": price}}
 
 shop.source("{cdc}", name="rows", priority="high")
 shop.source("webhook:shop", name="hook")
 shop.source("feed+{feed}", name="feed", every="200ms")
 shop.sink("jsonl:products.jsonl")
 """
-EMPTY = '<?xml version="1.0"?><rss version="2.0"><channel><title>shop</title><link>{home}</link>{items}</channel></rss>'
+EMPTY = (
+    '<?xml version="1.0"?><rss '
+    'version="2.0"><channel><title>shop</title><link>{home}</link>{items}</channel></rss>'
+)
 
 
 @pytest.fixture
@@ -47,18 +51,21 @@ def database(server: Callable[[str], Handle]) -> Iterator[str]:
     yield url
     with psycopg.connect(url, autocommit=True) as db:
         db.execute(
-            "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots WHERE database=current_database() AND active"
+            "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots "
+            "WHERE database=current_database() AND active"
         )
         wait_for(
             lambda: (
                 not db.execute(
-                    "SELECT 1 FROM pg_replication_slots WHERE database=current_database() AND active"
+                    "SELECT 1 FROM pg_replication_slots WHERE database=current_database() "
+                    "AND active"
                 ).fetchone()
             ),
             "the slot to be free",
         )
         db.execute(
-            "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE database=current_database()"
+            "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots "
+            "WHERE database=current_database()"
         )
     with psycopg.connect(address, autocommit=True) as admin:
         admin.execute(f"DROP DATABASE {name} WITH (FORCE)")

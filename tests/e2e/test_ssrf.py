@@ -34,35 +34,130 @@ from tests.e2e.wall import (
 # Every spelling that some parser accepts. Each names a canary, or an address that no server
 # can listen on.
 LOOPBACK = (
-    "127.0.0.1", "127.1", "127.0.1", "2130706433", "0x7f000001", "0x7f.1", "017700000001", "0177.0.0.1", "127.0.0.1.", "127.255.255.254", "0", "0.0.0.0",
-    "[::1]", "[0:0:0:0:0:0:0:1]", "[::ffff:127.0.0.1]", "[::ffff:7f00:1]", "[::127.0.0.1]", "[::]", "１２７.０.０.１", "①②⑦.⓪.⓪.①", "127。0。0。1",
-    "%31%32%37.0.0.1", "0x7F.0x0.0x0.0x1", "[::ffff:0:127.0.0.1]",
-)  # fmt: skip
+    "127.0.0.1",
+    "127.1",
+    "127.0.1",
+    "2130706433",
+    "0x7f000001",
+    "0x7f.1",
+    "017700000001",
+    "0177.0.0.1",
+    "127.0.0.1.",
+    "127.255.255.254",
+    "0",
+    "0.0.0.0",
+    "[::1]",
+    "[0:0:0:0:0:0:0:1]",
+    "[::ffff:127.0.0.1]",
+    "[::ffff:7f00:1]",
+    "[::127.0.0.1]",
+    "[::]",
+    "１２７.０.０.１",
+    "①②⑦.⓪.⓪.①",
+    "127。0。0。1",
+    "%31%32%37.0.0.1",
+    "0x7F.0x0.0x0.0x1",
+    "[::ffff:0:127.0.0.1]",
+)
 METADATA = (
-    "169.254.169.254", "2852039166", "0xa9fea9fe", "0251.0376.0251.0376", "169.254.43518", "169.16689662", "[::ffff:169.254.169.254]", "[::ffff:a9fe:a9fe]",
-    "[::169.254.169.254]", "[64:ff9b::a9fe:a9fe]", "[64:ff9b::169.254.169.254]", "[64:ff9b:1::a9fe:a9fe]", "[2002:a9fe:a9fe::1]", "[fd00:ec2::254]",
-    "192.0.0.192", "100.100.100.200", "168.63.129.16", "169.254.170.2",
-)  # fmt: skip
+    "169.254.169.254",
+    "2852039166",
+    "0xa9fea9fe",
+    "0251.0376.0251.0376",
+    "169.254.43518",
+    "169.16689662",
+    "[::ffff:169.254.169.254]",
+    "[::ffff:a9fe:a9fe]",
+    "[::169.254.169.254]",
+    "[64:ff9b::a9fe:a9fe]",
+    "[64:ff9b::169.254.169.254]",
+    "[64:ff9b:1::a9fe:a9fe]",
+    "[2002:a9fe:a9fe::1]",
+    "[fd00:ec2::254]",
+    "192.0.0.192",
+    "100.100.100.200",
+    "168.63.129.16",
+    "169.254.170.2",
+)
 PRIVATE = (
-    "10.0.0.5", "10.5", "0x0a000005", "012.0.0.5", "172.16.0.5", "172.31.255.254", "192.168.1.1", "100.64.0.1", "198.18.0.1", "192.0.2.1", "198.51.100.1",
-    "203.0.113.1", "224.0.0.1", "240.0.0.1", "255.255.255.255", "0.1.2.3", "192.88.99.1", "[fc00::1]", "[fd00::1]", "[fe80::1]", "[fe80::1%25out]", "[fec0::1]",
-    "[ff02::1]", "[2002:a00:5::1]", "[2001:0:a00:5::1]", "[2001:0:4136:e378:8000:63bf:f5ff:fffa]", "[2a01:4f8:2::5efe:10.0.0.5]",
-    "[2a01:4f8:2:0:200:5efe:a00:5]", "[2001:db8::1]", "[3fff::1]", "[3ffe::1]", "[100::1]", "[::ffff:10.0.0.5]", "[64:ff9b::a00:5]",
-)  # fmt: skip
+    "10.0.0.5",
+    "10.5",
+    "0x0a000005",
+    "012.0.0.5",
+    "172.16.0.5",
+    "172.31.255.254",
+    "192.168.1.1",
+    "100.64.0.1",
+    "198.18.0.1",
+    "192.0.2.1",
+    "198.51.100.1",
+    "203.0.113.1",
+    "224.0.0.1",
+    "240.0.0.1",
+    "255.255.255.255",
+    "0.1.2.3",
+    "192.88.99.1",
+    "[fc00::1]",
+    "[fd00::1]",
+    "[fe80::1]",
+    "[fe80::1%25out]",
+    "[fec0::1]",
+    "[ff02::1]",
+    "[2002:a00:5::1]",
+    "[2001:0:a00:5::1]",
+    "[2001:0:4136:e378:8000:63bf:f5ff:fffa]",
+    "[2a01:4f8:2::5efe:10.0.0.5]",
+    "[2a01:4f8:2:0:200:5efe:a00:5]",
+    "[2001:db8::1]",
+    "[3fff::1]",
+    "[3ffe::1]",
+    "[100::1]",
+    "[::ffff:10.0.0.5]",
+    "[64:ff9b::a00:5]",
+)
 OWN = (HOME4, f"[{HOME6}]")  # public, but this machine
 HOSTS = [*LOOPBACK, *METADATA, *PRIVATE, *OWN]
 
 # URLs that a person and a parser read differently, or with a port that is not a web port.
 AUTHORITIES = (
-    "good.test@127.0.0.1", "good.test:80@127.0.0.1:80", "127.0.0.1:80@good.test", "user:secret@good.test", "good.test:secret@[::1]", "good.test%00.127.0.0.1",
-    "good.test%23@127.0.0.1", "127.0.0.1%0d%0aHost:%20good.test", "good.test:22", "good.test:25", f"{GOOD4}:6379", f"[{GOOD6}]:11211", "127.0.0.1:8080",
-    "127.0.0.2:8000", "[::1]:8000", "[::ffff:127.0.0.1]:8000", "localhost:8080", "good.test:0", "good.test:99999", "-good.test", "good..test",
-)  # fmt: skip
+    "good.test@127.0.0.1",
+    "good.test:80@127.0.0.1:80",
+    "127.0.0.1:80@good.test",
+    "user:secret@good.test",
+    "good.test:secret@[::1]",
+    "good.test%00.127.0.0.1",
+    "good.test%23@127.0.0.1",
+    "127.0.0.1%0d%0aHost:%20good.test",
+    "good.test:22",
+    "good.test:25",
+    f"{GOOD4}:6379",
+    f"[{GOOD6}]:11211",
+    "127.0.0.1:8080",
+    "127.0.0.2:8000",
+    "[::1]:8000",
+    "[::ffff:127.0.0.1]:8000",
+    "localhost:8080",
+    "good.test:0",
+    "good.test:99999",
+    "-good.test",
+    "good..test",
+)
 SCHEMES = (
-    "file:///etc/passwd", "file://localhost/etc/passwd", "ftp://127.0.0.1/x", "gopher://127.0.0.1:6379/_INFO", "dict://127.0.0.1:11211/stats", "ldap://10.0.0.5/x",
-    "tftp://10.0.0.5/x", "smb://10.0.0.5/x", "ws://127.0.0.1/x", "telnet://127.0.0.1:25", "javascript:alert(1)", "data:text/html,hello", "unix:///var/run/docker.sock",
+    "file:///etc/passwd",
+    "file://localhost/etc/passwd",
+    "ftp://127.0.0.1/x",
+    "gopher://127.0.0.1:6379/_INFO",
+    "dict://127.0.0.1:11211/stats",
+    "ldap://10.0.0.5/x",
+    "tftp://10.0.0.5/x",
+    "smb://10.0.0.5/x",
+    "ws://127.0.0.1/x",
+    "telnet://127.0.0.1:25",
+    "javascript:alert(1)",
+    "data:text/html,hello",
+    "unix:///var/run/docker.sock",
     "view-source:http://127.0.0.1/",
-)  # fmt: skip
+)
 SITE: dict[str, list[str]] = {"A": [GOOD4]}
 ZONE: dict[str, list[dict[str, list[str]]]] = {
     "good.test": [SITE],
@@ -70,10 +165,26 @@ ZONE: dict[str, list[dict[str, list[str]]]] = {
     "good6.test": [{"AAAA": [GOOD6]}],
     "both.test": [{"A": [GOOD4], "AAAA": [GOOD6]}],
     "inward.evil.test": [{"A": ["10.0.0.5"]}],
-    **{f"to-{n}.evil.test": [{"A": [address]}] for n, address in enumerate(["127.0.0.1", "169.254.169.254", "192.168.1.1", "100.64.0.1", "0.0.0.0", HOME4])},
+    **{
+        f"to-{n}.evil.test": [{"A": [address]}]
+        for n, address in enumerate(
+            ["127.0.0.1", "169.254.169.254", "192.168.1.1", "100.64.0.1", "0.0.0.0", HOME4]
+        )
+    },
     **{
         f"to6-{n}.evil.test": [{"AAAA": [address]}]
-        for n, address in enumerate(["::1", "fd00::1", "fe80::1", "::ffff:10.0.0.5", "64:ff9b::a9fe:a9fe", "2002:a00:5::1", "::7f00:1", HOME6])
+        for n, address in enumerate(
+            [
+                "::1",
+                "fd00::1",
+                "fe80::1",
+                "::ffff:10.0.0.5",
+                "64:ff9b::a9fe:a9fe",
+                "2002:a00:5::1",
+                "::7f00:1",
+                HOME6,
+            ]
+        )
     },
     "mixed.evil.test": [{"A": [GOOD4, "10.0.0.5"]}],
     "mixed-last.evil.test": [{"A": ["198.41.0.5", GOOD4, "169.254.169.254"]}],
@@ -86,7 +197,7 @@ ZONE: dict[str, list[dict[str, list[str]]]] = {
     "rebind-local.test": [SITE, {"A": ["127.0.0.1"]}],
     "proxy.test": [{"A": [PROXY]}],
     "localhost": [{"A": ["127.0.0.1"]}],  # with a trailing dot the name is not in /etc/hosts
-}  # fmt: skip
+}
 EVIL = [name for name in ZONE if name.endswith(".evil.test")] + ["localhost", "LOCALHOST."]
 ASKING = Sent(17, DNS, 53)
 SITES = {Sent(6, GOOD4, 80), Sent(6, GOOD6, 80)}
@@ -108,9 +219,15 @@ class Walled(Project):
 
     def penstock(self, *args: str, input: str | None = None, timeout: float = 300.0) -> Done:
         found = subprocess.run(
-            self.wall.command(self.dir, *PENSTOCK, *args), env=self.env, input=input, capture_output=True, timeout=timeout, encoding="utf-8",
-            errors="replace", check=False,
-        )  # fmt: skip
+            self.wall.command(self.dir, *PENSTOCK, *args),
+            env=self.env,
+            input=input,
+            capture_output=True,
+            timeout=timeout,
+            encoding="utf-8",
+            errors="replace",
+            check=False,
+        )
         done = Done(found.returncode, found.stdout, found.stderr)
         assert "Traceback (most recent call last)" not in done.err, done.output
         return done
@@ -198,8 +315,14 @@ def test_the_sniffer_records_a_connection_to_every_canary(wall: Wall) -> None:
     ]
     hosts += [GOOD4, GOOD6, "::ffff:10.0.0.6", "::ffff:127.0.0.3"]
     # Each connection waits for its response: the server records the connection before that.
-    program = "import socket, sys\nfor a in sys.argv[1:]:\n    with socket.create_connection((a, 80), 60) as s:\n"
-    program += "        s.sendall(b'GET / HTTP/1.1\\r\\n\\r\\n')\n        assert s.recv(1)\nsocket.getaddrinfo('mixed.evil.test', 80)"
+    program = (
+        "import socket, sys\nfor a in sys.argv[1:]:\n"
+        "    with socket.create_connection((a, 80), 60) as s:\n"
+    )
+    program += (
+        "        s.sendall(b'GET / HTTP/1.1\\r\\n\\r\\n')\n        assert s.recv(1)\n"
+        "socket.getaddrinfo('mixed.evil.test', 80)"
+    )
     wall.read_notes()
     subprocess.run(
         wall.command(wall.dir, sys.executable, "-c", program, *hosts), check=True, timeout=180
@@ -357,16 +480,31 @@ def test_a_rebound_dns_name_is_dialled_at_its_checked_address_or_not_at_all(
 @pytest.mark.slow
 def test_no_internal_proxy_is_dialled_and_no_proxy_gets_an_internal_target(walled: Walled) -> None:
     pools = {
-        "private": "http://10.0.0.5:3128", "metadata": "http://169.254.169.254:80", "loopback": "http://127.0.0.1:3128", "socks": "socks5://[fd00::1]:1080",
-        "mapped": "socks5://[::ffff:10.0.0.5]:1080", "number": "http://2130706433:3128", "name": "http://inward.evil.test:3128", "own": f"http://{HOME4}:3128",
-        "mixed": "http://mixed6.evil.test:3128", "http": f"http://{PROXY}:{HTTP_PROXY}", "named": f"http://proxy.test:{HTTP_PROXY}", "good-socks": f"socks5://{PROXY}:{SOCKS_PROXY}",
-    }  # fmt: skip
+        "private": "http://10.0.0.5:3128",
+        "metadata": "http://169.254.169.254:80",
+        "loopback": "http://127.0.0.1:3128",
+        "socks": "socks5://[fd00::1]:1080",
+        "mapped": "socks5://[::ffff:10.0.0.5]:1080",
+        "number": "http://2130706433:3128",
+        "name": "http://inward.evil.test:3128",
+        "own": f"http://{HOME4}:3128",
+        "mixed": "http://mixed6.evil.test:3128",
+        "http": f"http://{PROXY}:{HTTP_PROXY}",
+        "named": f"http://proxy.test:{HTTP_PROXY}",
+        "good-socks": f"socks5://{PROXY}:{SOCKS_PROXY}",
+    }
     text = "".join(
         f'[proxies.{name}]\nurls = "{url}"\ncooldown = "100ms"\ncooldown_max = "100ms"\n'
         for name, url in pools.items()
     )
-    text += '[proxies.listed]\nlist_url = "http://good.test/proxies.txt"\ncooldown = "100ms"\ncooldown_max = "100ms"\n'
-    text += '[proxies.list-inward]\nlist_url = "http://169.254.169.254/list"\nlist_every = "1s"\ncooldown = "100ms"\n'
+    text += (
+        '[proxies.listed]\nlist_url = "http://good.test/proxies.txt"\ncooldown = "100ms"\n'
+        'cooldown_max = "100ms"\n'
+    )
+    text += (
+        '[proxies.list-inward]\nlist_url = "http://169.254.169.254/list"\nlist_every = "1s"\n'
+        'cooldown = "100ms"\n'
+    )
     walled.write("penstock.toml", text)
     walled.set(retry_max_age="1s")
     good = ("http", "named", "good-socks")

@@ -24,9 +24,10 @@ from penstock.testing.web import Reply, Request, reply
 
 pytestmark = pytest.mark.slow
 CHANGES = 60
-BOMB = '<?xml version="1.0" encoding="UTF-16"?><!DOCTYPE rss [<!ENTITY a "boom">]><rss><channel><item><guid>&a;</guid></item></channel></rss>'.encode(
-    "utf-16"
-)
+BOMB = (
+    '<?xml version="1.0" encoding="UTF-16"?><!DOCTYPE rss [<!ENTITY a '
+    '"boom">]><rss><channel><item><guid>&a;</guid></item></channel></rss>'
+).encode("utf-16")
 PIPELINE = """
 from penstock import Page, Pipeline
 
@@ -34,11 +35,13 @@ shop = Pipeline("shop")
 
 @shop.extract(match="*/product/*", key="sku")
 def product(page: Page):
-    yield {{"sku": page.css("[data-sku]::attr(data-sku)").get(), "price": page.css(".price::text").get()}}
+    price = page.css(".price::text").get()
+    yield {{"sku": page.css("[data-sku]::attr(data-sku)").get(), "price": price}}
 
 shop.source("feed+{base}/feed.xml", name="feed", every="100ms", window=0)
 shop.source("sitemap+{base}/", name="sitemap", every="100ms", window=0)
-shop.source("api+{base}/api/products.json", name="api", every="100ms", window=0, items="products", key="sku", next="next")
+shop.source("api+{base}/api/products.json", name="api", every="100ms", window=0,
+            items="products", key="sku", next="next")
 shop.sink("sqlite:products.db?table=products")
 """
 

@@ -326,7 +326,8 @@ def test_a_slow_client_gets_a_408_and_a_connection_over_the_limit_a_503(project:
             assert slow.recv(4096) == b""
     with socket.create_connection(("127.0.0.1", server.port), 60) as slow:
         slow.sendall(
-            b"POST /hooks/shop HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+            b"POST /hooks/shop HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 100\r\n\r\n{"
         )
         assert slow.recv(4096).startswith(b"HTTP/1.1 408 ")
     project.set(serve_timeout="60s")
@@ -423,14 +424,35 @@ def test_random_bytes_cause_no_5xx_and_the_server_continues(server: Server) -> N
     """Send requests, broken requests and random bytes."""
     pieces = st.one_of(
         st.binary(max_size=60),
-        st.sampled_from([
-            b"POST /hooks/shop HTTP/1.1\r\n", b"GET / HTTP/1.0\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"Host: 127.0.0.1\r\n", b"\r\n", b"\r\n\r\n",
-            b"Content-Type: application/json\r\n", b"Content-Type: application/cloudevents+json\r\n", b"Content-Length: 10\r\n", b"Content-Length: -1\r\n",
-            b"Transfer-Encoding: chunked\r\n", b"5\r\nhello\r\n", b"0\r\n\r\n", b"ffffffffffffffff\r\n", b"Upgrade: websocket\r\nConnection: Upgrade\r\n",
-            b'{"url": "https://shop.example/p/1"}', b"[[[[", b"CONNECT a:1 HTTP/1.1\r\n", b"POST //hooks//shop HTTP/1.1\r\n", b"POST /hooks/%00 HTTP/1.1\r\n",
-            b"POST http://evil.example/hooks/shop HTTP/1.1\r\n", b"Expect: 100-continue\r\n", b"webhook-id: \xff\xfe\r\n", b"ce-specversion: 1.0\r\n",
-        ]),
-    )  # fmt: skip
+        st.sampled_from(
+            [
+                b"POST /hooks/shop HTTP/1.1\r\n",
+                b"GET / HTTP/1.0\r\n",
+                b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+                b"Host: 127.0.0.1\r\n",
+                b"\r\n",
+                b"\r\n\r\n",
+                b"Content-Type: application/json\r\n",
+                b"Content-Type: application/cloudevents+json\r\n",
+                b"Content-Length: 10\r\n",
+                b"Content-Length: -1\r\n",
+                b"Transfer-Encoding: chunked\r\n",
+                b"5\r\nhello\r\n",
+                b"0\r\n\r\n",
+                b"ffffffffffffffff\r\n",
+                b"Upgrade: websocket\r\nConnection: Upgrade\r\n",
+                b'{"url": "https://shop.example/p/1"}',
+                b"[[[[",
+                b"CONNECT a:1 HTTP/1.1\r\n",
+                b"POST //hooks//shop HTTP/1.1\r\n",
+                b"POST /hooks/%00 HTTP/1.1\r\n",
+                b"POST http://evil.example/hooks/shop HTTP/1.1\r\n",
+                b"Expect: 100-continue\r\n",
+                b"webhook-id: \xff\xfe\r\n",
+                b"ce-specversion: 1.0\r\n",
+            ]
+        ),
+    )
 
     @settings(
         max_examples=300,
@@ -469,7 +491,10 @@ def test_only_health_and_schema_are_served_to_get_requests(server: Server) -> No
 
 def test_a_request_in_progress_is_answered_before_the_process_exits(project: Project) -> None:
     server = Server(project)
-    head = b"POST /hooks/shop HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 35\r\nExpect: 100-continue\r\n\r\n"
+    head = (
+        b"POST /hooks/shop HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        b"Content-Length: 35\r\nExpect: 100-continue\r\n\r\n"
+    )
     with socket.create_connection(("127.0.0.1", server.port), 60) as s:
         s.sendall(head)
         assert s.recv(4096) == b"HTTP/1.1 100 Continue\r\n\r\n"

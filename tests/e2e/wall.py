@@ -65,8 +65,12 @@ class Wall:
         own = [] if os.getuid() == 0 else ["--user", "--map-root-user"]
         self._holder = subprocess.Popen(
             ["unshare", *own, "--net", "--mount", sys.executable, __file__, "home", str(directory)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
         assert self._holder.stdout is not None
         if not self._holder.stdout.readline():
             assert self._holder.stderr is not None
@@ -87,7 +91,11 @@ class Wall:
 
     def read_notes(self) -> list[dict[str, Any]]:
         """Return all notes since the previous call."""
-        probe = f"import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'', ({DNS!r}, {MARKER}))"
+        probe = (
+            "import socket; "
+            f"socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'', ({DNS!r}, "
+            f"{MARKER}))"
+        )
         subprocess.run(self.command(self.dir, sys.executable, "-c", probe), check=True, timeout=120)
         until = time.monotonic() + 60
         while time.monotonic() < until:
@@ -204,10 +212,14 @@ def _world(directory: Path) -> None:
     print("there", flush=True)
     sys.stdin.readline()
     for line in (
-        "link set lo up", f"addr add {DNS}/24 dev in", f"addr add {GATEWAY6}/64 dev in nodad", "link set in up",
+        "link set lo up",
+        f"addr add {DNS}/24 dev in",
+        f"addr add {GATEWAY6}/64 dev in nodad",
+        "link set in up",
         # every address is local
-        "route add local default dev lo table main", "-6 route add local default dev lo table main",
-    ):  # fmt: skip
+        "route add local default dev lo table main",
+        "-6 route add local default dev lo table main",
+    ):
         _sh(f"ip {line}")
     notes = _Notes(directory)
 
@@ -335,9 +347,11 @@ def _record(owner: bytes, kind: int, value: bytes) -> bytes:
 
 INWARD = "http://169.254.169.254/latest/meta-data/"
 # Everything that a client could fetch without being asked to.
-GOOD_PAGE = f"""<!doctype html><html><head><title>good</title><base href="/p/"><link rel="stylesheet preload" href="{INWARD}style.css">
+GOOD_PAGE = f"""<!doctype html><html><head><title>good</title>\
+<base href="/p/"><link rel="stylesheet preload" href="{INWARD}style.css">
 <meta http-equiv="refresh" content="0; url={INWARD}"><script src="{INWARD}s.js"></script></head>
-<body><main data-sku="GOOD"><h1>good</h1><p class="price">1</p><img src="{INWARD}i.png"><iframe src="{INWARD}"></iframe>
+<body><main data-sku="GOOD"><h1>good</h1><p class="price">1</p>\
+<img src="{INWARD}i.png"><iframe src="{INWARD}"></iframe>
 </main></body></html>"""
 LINKS = "".join(
     f'<a class="related" href="{url}">x</a>'
@@ -348,7 +362,8 @@ LINKS = "".join(
     )
 )
 GOOD_HEADERS = (
-    f'Alt-Svc: h2="10.0.0.5:80", h3="169.254.169.254:443"; ma=3600\r\nLink: <{INWARD}>; rel=preload\r\nRefresh: 0; url={INWARD}\r\n'
+    f'Alt-Svc: h2="10.0.0.5:80", h3="169.254.169.254:443"; ma=3600\r\nLink: <{INWARD}>; '
+    f"rel=preload\r\nRefresh: 0; url={INWARD}\r\n"
     f"Content-Location: {INWARD}\r\nLocation: {INWARD}\r\nStrict-Transport-Security: max-age=9\r\n"
 )
 CANARY_PAGE = '<!doctype html><main data-sku="CANARY"><h1>this was never to be seen</h1></main>'
@@ -401,9 +416,9 @@ class _Site:
                 headers = GOOD_HEADERS
         raw = body.encode()
         return (
-            f"HTTP/1.1 {status}\r\nContent-Type: text/html\r\n{headers}Content-Length: {len(raw)}\r\n\r\n".encode()
-            + raw
-        )
+            f"HTTP/1.1 {status}\r\nContent-Type: text/html\r\n"
+            f"{headers}Content-Length: {len(raw)}\r\n\r\n"
+        ).encode() + raw
 
     async def _http_proxy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")

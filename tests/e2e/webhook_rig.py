@@ -93,7 +93,8 @@ class Server:
             return got
 
 
-def sign(body: bytes, id_: str, at: int) -> dict[str, str]:
+def sign(body: bytes, id_: str, at: int) -> dict[str, Any]:
+    """Return the headers of a signature, as keyword arguments of `Server.post`."""
     digest = hmac.new(
         base64.b64decode(SECRET), f"{id_}.{at}.".encode() + body, hashlib.sha256
     ).digest()

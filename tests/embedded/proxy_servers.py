@@ -93,7 +93,8 @@ class Proxy:
             if self.user and headers.get("proxy-authorization") != wanted:
                 self.rejected += 1
                 writer.write(
-                    b"HTTP/1.1 407 Proxy Authentication Required\r\nproxy-authenticate: Basic\r\ncontent-length: 0\r\n\r\n"
+                    b"HTTP/1.1 407 Proxy Authentication Required\r\nproxy-authenticate: Basic\r\n"
+                    b"content-length: 0\r\n\r\n"
                 )
                 await writer.drain()
                 continue
@@ -257,7 +258,10 @@ class Target:
                 )
                 extra = "".join(f"{line}\r\n" for line in more)
                 writer.write(
-                    f"HTTP/1.1 {status} X\r\ncontent-type: text/html\r\ncontent-length: {len(body)}\r\n{extra}\r\n{body}".encode()
+                    (
+                        f"HTTP/1.1 {status} X\r\ncontent-type: text/html\r\n"
+                        f"content-length: {len(body)}\r\n{extra}\r\n{body}"
+                    ).encode()
                 )
                 await writer.drain()
                 if asked.headers.get("connection") == "close":

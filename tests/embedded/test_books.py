@@ -104,13 +104,13 @@ class Rig:
         **more: Any,
     ) -> None:
         self.directory, self.limits, self.lease = directory, limits, lease
-        self.clock = base.clock if base else ManualClock()
-        self.db = base.db if base else self.ground.store()
+        self.clock: ManualClock = base.clock if base else ManualClock()
+        self.db: Any = base.db if base else self.ground.store()
         self.broker = self.ground.broker(self.db, self.clock)
         self.ledger = self.ground.ledger(self.db, self.clock)
         self.claims = SqlClaims(self.db, self.clock, limits, random.Random(1))
         self.pages = SegmentStore(self.db, directory / "pages", self.clock, writer=worker)
-        self.settings = (
+        self.settings: LifecycleSettings = (
             base.settings
             if base and not more
             else LifecycleSettings(sinks=(SinkBinding("out"),), **more)
@@ -142,7 +142,8 @@ class Rig:
         return Rig(self.directory, limits=self.limits, worker=worker, lease=self.lease, base=self)
 
     def sql(self, query: str, *bindings: Any) -> list[Any]:
-        return self.db.read_now(lambda tx: tx.execute(query, bindings).fetchall())
+        found: list[Any] = self.db.read_now(lambda tx: tx.execute(query, bindings).fetchall())
+        return found
 
     def row(self, event_id: str) -> dict[str, Any]:
         return dict(
@@ -332,7 +333,8 @@ async def test_an_end_whose_start_was_lost_is_refused_and_its_message_is_release
     (begun,) = await rig.start("e1")
     rig.db.write_now(
         lambda tx: tx.execute(
-            "UPDATE event SET status='pending', starts=0, crashes=0, fence=0, worker=NULL WHERE id='e1'"
+            "UPDATE event SET status='pending', starts=0, crashes=0, fence=0, worker=NULL "
+            "WHERE id='e1'"
         )
     )
     rig.db.write_now(
@@ -513,19 +515,20 @@ async def test_a_successful_event_is_recorded_in_its_row_history_outbox_and_page
 
 async def test_a_charged_retry_costs_an_attempt_and_a_release_or_park_does_not(rig: Rig) -> None:
     await rig.accept("e1")
-    for outcome, more, attempts in (
+    steps: list[tuple[Outcome, dict[str, Any], int]] = [
         ("retry", {"until": rig.clock.now() + 5, "reason": "HTTP 502"}, 1),
         ("park", {"until": rig.clock.now() + 20}, 1),
         ("release", {}, 1),
         ("retry", {"until": rig.clock.now() + 40, "charged": False}, 1),
         ("retry", {"until": rig.clock.now() + 60}, 2),
-    ):
+    ]
+    for outcome, more, attempts in steps:
         (begun,) = await rig.start()
-        await rig.conclude(begun, outcome, **more)  # type: ignore[arg-type]
+        await rig.conclude(begun, outcome, **more)
         assert rig.status("e1") == ("pending" if outcome == "release" else "delayed")
         if until := more.get("until"):
             assert await rig.receive() == []
-            rig.clock.advance(float(until) - rig.clock.now())  # type: ignore[arg-type]
+            rig.clock.advance(float(until) - rig.clock.now())
             await rig.maintenance.release_due()
             assert rig.status("e1") == "pending"
         assert rig.row("e1")["attempts"] == attempts
@@ -921,9 +924,22 @@ async def test_links_become_events_with_the_success_of_their_parent_or_are_count
             "https://www.shop.test/p/3",
         ],
     )
-    assert {name: rig.count(name) for name in ("followed", "followed_seen", "followed_fresh", "followed_bad", "followed_offsite")} == {
-        "followed": 2, "followed_seen": 1, "followed_fresh": 1, "followed_bad": 1, "followed_offsite": 1,
-    }  # fmt: skip
+    assert {
+        name: rig.count(name)
+        for name in (
+            "followed",
+            "followed_seen",
+            "followed_fresh",
+            "followed_bad",
+            "followed_offsite",
+        )
+    } == {
+        "followed": 2,
+        "followed_seen": 1,
+        "followed_fresh": 1,
+        "followed_bad": 1,
+        "followed_offsite": 1,
+    }
     children = [decode_event(d.body) for d in await rig.receive()]
     assert {(c.url, c.depth, c.parent, c.trace, c.source) for c in children} == {
         (URL + "2", 1, "e1", "tr", "follow:product"),
@@ -1225,10 +1241,11 @@ async def test_the_breaker_opens_at_fifty_dead_events_if_they_exceed_a_fifth(
             begun += await rig.begin(held)
         ends = []
         for i, (d, e, a, fence) in enumerate(begun):
-            outcome, reason = ("success", "") if i < success else ("dead", "x")
+            outcome: Outcome = "success" if i < success else "dead"
+            reason = "" if outcome == "success" else "x"
             ends.append(
                 End(event=e, delivery=d, fence=fence, row=a.row, outcome=outcome, reason=reason)
-            )  # type: ignore[arg-type]
+            )
         await rig.lifecycle.conclude(ends)
         assert_books_balance(rig)
         paused = rig.uow.snapshot(lambda tx: tx.queue.paused()).get("requests")

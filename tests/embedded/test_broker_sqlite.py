@@ -164,7 +164,7 @@ async def test_the_cost_of_a_receive_does_not_grow_with_the_queue(keys: int) -> 
 
         db._writer.set_progress_handler(tick, 20)  # counts every 20 steps of the virtual machine
         for _ in range(3):
-            held += await sub.receive(100, 0.0)
+            held = [*held, *await sub.receive(100, 0.0)]
         await sub.settle([(d, Ack()) for d in held])
         await broker.stats("t", "main")
         db._writer.set_progress_handler(None)
@@ -316,7 +316,8 @@ async def main(path, name, log, lease):
                     done += 1
                 if name == "victim" and done == 21:  # the delay is random
                     kill_pending.touch()
-                    threading.Timer(random.uniform(0.0, 0.02), os.kill, (os.getpid(), signal.SIGKILL)).start()
+                    kill = (os.getpid(), signal.SIGKILL)
+                    threading.Timer(random.uniform(0.0, 0.02), os.kill, kill).start()
                     done += 1
     db.close_now()
 

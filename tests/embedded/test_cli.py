@@ -226,7 +226,10 @@ def ran(web: int, tmp_path_factory: pytest.TempPathFactory) -> Shop:
 
 
 def test_help_lists_every_command_and_imports_no_parser(empty: Shop) -> None:
-    check = "import sys; from penstock.cli.main import main; main(['--help']); assert not {'cyclopts', 'rich'} & set(sys.modules)"
+    check = (
+        "import sys; from penstock.cli.main import main; main(['--help']); "
+        "assert not {'cyclopts', 'rich'} & set(sys.modules)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", check], capture_output=True, text=True, check=False
     )
@@ -307,7 +310,10 @@ def test_an_unknown_option_is_an_error_that_suggests_the_likely_one(empty: Shop)
     done = empty("status")
     assert (done.code, done.err) == (
         3,
-        "Error: pace.rat: there is no such option (in penstock.toml)\nTry:   did you mean pace.rate?\n",
+        (
+            "Error: pace.rat: there is no such option (in penstock.toml)\n"
+            "Try:   did you mean pace.rate?\n"
+        ),
     )
     (empty.directory / "penstock.toml").unlink()
     assert "did you mean PENSTOCK_LEASE?" in empty("status", PENSTOCK_LEESE="3s").err
@@ -471,7 +477,10 @@ def test_a_file_that_is_not_a_store_exits_4_and_stays_unchanged(empty: Shop) -> 
 
 def test_push_accepts_valid_urls_and_reports_the_lines_of_invalid_ones(empty: Shop) -> None:
     (empty.directory / "urls.txt").write_bytes(
-        b"\xef\xbb\xbfhttp://a.example/1\r\n\r\n# a comment\nftp://a.example/\n  http://a.example/2  \nhttp://a.example/"
+        (
+            b"\xef\xbb\xbfhttp://a.example/1\r\n\r\n# a comment\nftp://a.example/\n"
+            b"  http://a.example/2  \nhttp://a.example/"
+        )
         + b"x" * 100_000
         + b"\n\xff\xfe\nhttp://a.example/3"
     )
@@ -753,7 +762,8 @@ def test_a_paused_topic_is_shown_and_resuming_closes_the_breaker(ran: Shop, tmp_
     assert shop("topics", "pause", "--reason", "a long lunch").code == 0
     assert shop("status", "--json").json["paused"] == {"requests": "a long lunch"}
     shop.sql(
-        "UPDATE topic SET paused='breaker: 60 of 70 events ended dead within 60 s' WHERE name='requests'"
+        "UPDATE topic SET paused='breaker: 60 of 70 events ended dead within 60 s' "
+        "WHERE name='requests'"
     )
     assert shop("status", "--json").json["breaker"] == "open"
     assert "penstock topics resume requests" in shop("status").out

@@ -38,7 +38,8 @@ class Place:
         self.dir, self._capfd, self.err = tmp, capfd, ""
         allow = ",".join(f"127.0.0.1:{p}" for p in ports)
         (tmp / "penstock.toml").write_text(
-            f'[net]\nallow = "{allow}"\nuser_agent = "shopbot/2 (+https://shop.example/bot)"\n[pace]\nrate = "unlimited"\n{toml}'
+            f'[net]\nallow = "{allow}"\nuser_agent = "shopbot/2 (+https://shop.example/bot)"\n'
+            f'[pace]\nrate = "unlimited"\n{toml}'
         )
         monkeypatch.chdir(tmp)
 
@@ -269,7 +270,10 @@ async def test_an_option_set_on_the_command_line_applies_to_the_request(place: A
     async with Web() as web:
         web.route(
             "/soft",
-            "<html><title>404 Not Found</title><body>there is no such thing in this shop, sorry</body></html>",
+            (
+                "<html><title>404 Not Found</title><body>there is no such thing in this shop, "
+                "sorry</body></html>"
+            ),
         )
         fetch = place(web.port)
         await fetch(0, web.url("/soft"))
@@ -278,7 +282,10 @@ async def test_an_option_set_on_the_command_line_applies_to_the_request(place: A
 
 
 async def test_a_redirect_to_http_is_followed_only_if_allowed(place: Any, tmp_path: Path) -> None:
-    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1 -addext subjectAltName=IP:127.0.0.1 -keyout key.pem -out cert.pem"
+    command = (
+        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1 -addext "
+        "subjectAltName=IP:127.0.0.1 -keyout key.pem -out cert.pem"
+    )
     subprocess.run(command.split(), check=True, cwd=tmp_path, capture_output=True)  # noqa: ASYNC221
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")

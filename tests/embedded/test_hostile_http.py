@@ -89,50 +89,150 @@ CHUNKED_GZIP = (
 )
 # The response, the error class that it must have (None: any), and a part of the reason.
 ANSWERS: dict[str, tuple[Callable[[], bytes | AsyncIterator[bytes]], ErrorClass | None, str]] = {
-    "gzip": (lambda: _encoded("gzip", _gzip_bomb()), ErrorClass.PERMANENT, "decoded body is larger"),
-    "deflate": (lambda: _encoded("deflate", b"\x78\x9c" + _deflated()), ErrorClass.PERMANENT, "decoded body is larger"),
-    "raw-deflate": (lambda: _encoded("deflate", _deflated()), ErrorClass.PERMANENT, "decoded body is larger"),
+    "gzip": (
+        lambda: _encoded("gzip", _gzip_bomb()),
+        ErrorClass.PERMANENT,
+        "decoded body is larger",
+    ),
+    "deflate": (
+        lambda: _encoded("deflate", b"\x78\x9c" + _deflated()),
+        ErrorClass.PERMANENT,
+        "decoded body is larger",
+    ),
+    "raw-deflate": (
+        lambda: _encoded("deflate", _deflated()),
+        ErrorClass.PERMANENT,
+        "decoded body is larger",
+    ),
     "br": (lambda: _encoded("br", _br_bomb()), ErrorClass.PERMANENT, "decoded body is larger"),
-    "br-window": (lambda: _encoded("br", _br_bomb(24)), ErrorClass.PERMANENT, "decoded body is larger"),
-    "zstd": (lambda: _encoded("zstd", _zstd_bomb()), ErrorClass.PERMANENT, "decoded body is larger"),
+    "br-window": (
+        lambda: _encoded("br", _br_bomb(24)),
+        ErrorClass.PERMANENT,
+        "decoded body is larger",
+    ),
+    "zstd": (
+        lambda: _encoded("zstd", _zstd_bomb()),
+        ErrorClass.PERMANENT,
+        "decoded body is larger",
+    ),
     # The decoder would have to keep 128 MiB of history.
     "zstd-window": (lambda: _encoded("zstd", _zstd_bomb(27)), None, ""),
-    "nested-gzip": (lambda: _encoded("gzip, gzip", gzip.compress(_gzip_bomb())), ErrorClass.PERMANENT, "decoded body is larger"),
-    "nested-br": (lambda: _encoded("gzip, br", bytes(brotli.compress(_gzip_bomb(), quality=5))), ErrorClass.PERMANENT, "decoded body is larger"),
-    "nested-zstd": (lambda: _encoded("br, zstd", zstandard.compress(_br_bomb())), ErrorClass.PERMANENT, "decoded body is larger"),
+    "nested-gzip": (
+        lambda: _encoded("gzip, gzip", gzip.compress(_gzip_bomb())),
+        ErrorClass.PERMANENT,
+        "decoded body is larger",
+    ),
+    "nested-br": (
+        lambda: _encoded("gzip, br", bytes(brotli.compress(_gzip_bomb(), quality=5))),
+        ErrorClass.PERMANENT,
+        "decoded body is larger",
+    ),
+    "nested-zstd": (
+        lambda: _encoded("br, zstd", zstandard.compress(_br_bomb())),
+        ErrorClass.PERMANENT,
+        "decoded body is larger",
+    ),
     "codings": (lambda: _encoded(", ".join(["gzip"] * 200), b"x"), ErrorClass.PERMANENT, ""),
     # 8 MB that decode to zero bytes, with a checksum for each member.
     "members": (lambda: _encoded("gzip", gzip.compress(b"") * 400_000), None, ""),
     "frames": (lambda: _encoded("zstd", zstandard.compress(b"") * 800_000), None, ""),
-    "skipped-frames": (lambda: _encoded("zstd", b"\x50\x2a\x4d\x18\0\0\0\0" * 1_000_000 + zstandard.compress(b"x")), None, ""),
-    "drip": (lambda: _endless(OK + b"Content-Length: 1000\r\n\r\n", b"x", 1.0), ErrorClass.TRANSIENT, "minimum rate"),
-    "drip-chunks": (lambda: _endless(CHUNKED, b"1\r\nx\r\n", 1.0), ErrorClass.TRANSIENT, "minimum rate"),
+    "skipped-frames": (
+        lambda: _encoded(
+            "zstd", b"\x50\x2a\x4d\x18\0\0\0\0" * 1_000_000 + zstandard.compress(b"x")
+        ),
+        None,
+        "",
+    ),
+    "drip": (
+        lambda: _endless(OK + b"Content-Length: 1000\r\n\r\n", b"x", 1.0),
+        ErrorClass.TRANSIENT,
+        "minimum rate",
+    ),
+    "drip-chunks": (
+        lambda: _endless(CHUNKED, b"1\r\nx\r\n", 1.0),
+        ErrorClass.TRANSIENT,
+        "minimum rate",
+    ),
     "drip-head": (lambda: _endless(b"HTTP/1.1 200 OK\r\nX: ", b"x", 1.0), ErrorClass.TRANSIENT, ""),
     "drip-status": (lambda: _endless(b"H", b"T", 1.0), None, ""),
     "endless": (lambda: _endless(OK + b"\r\n", bytes(65536)), ErrorClass.PERMANENT, "large"),
-    "endless-headers": (lambda: _endless(OK, b"X-Filler: " + b"a" * 80 + b"\r\n"), ErrorClass.PERMANENT, "headers"),
+    "endless-headers": (
+        lambda: _endless(OK, b"X-Filler: " + b"a" * 80 + b"\r\n"),
+        ErrorClass.PERMANENT,
+        "headers",
+    ),
     "endless-line": (lambda: _endless(OK + b"X: ", b"a" * 65536), None, ""),
     "endless-interim": (lambda: _endless(b"", b"HTTP/1.1 102 Processing\r\n\r\n" * 500), None, ""),
     "endless-extension": (lambda: _endless(CHUNKED + b"1;", b"x" * 65536), None, ""),
-    "endless-trailers": (lambda: _endless(CHUNKED + b"1\r\nx\r\n0\r\n", b"X: " + b"y" * 80 + b"\r\n"), None, ""),
+    "endless-trailers": (
+        lambda: _endless(CHUNKED + b"1\r\nx\r\n0\r\n", b"X: " + b"y" * 80 + b"\r\n"),
+        None,
+        "",
+    ),
     "crumbs": (lambda: _endless(CHUNKED, b"2\r\nxy\r\n" * 8192), ErrorClass.PERMANENT, "large"),
     # Each chunk is a separate deflate block.
-    "crumbs-gzip": (lambda: _endless(CHUNKED_GZIP, b"7\r\n\0\2\0\xfd\xffxy\r\n" * 8192), ErrorClass.PERMANENT, "large"),
-    "location": (lambda: _once(b"HTTP/1.1 302 Found\r\nLocation: /" + b"a" * 200_000 + b"\r\nContent-Length: 0\r\n\r\n"), ErrorClass.PERMANENT, "headers"),
-    "chunk-size": (lambda: _once(CHUNKED + b"ffffffffffffffffffffff\r\nx"), ErrorClass.TRANSIENT, ""),
+    "crumbs-gzip": (
+        lambda: _endless(CHUNKED_GZIP, b"7\r\n\0\2\0\xfd\xffxy\r\n" * 8192),
+        ErrorClass.PERMANENT,
+        "large",
+    ),
+    "location": (
+        lambda: _once(
+            b"HTTP/1.1 302 Found\r\nLocation: /" + b"a" * 200_000 + b"\r\nContent-Length: 0\r\n\r\n"
+        ),
+        ErrorClass.PERMANENT,
+        "headers",
+    ),
+    "chunk-size": (
+        lambda: _once(CHUNKED + b"ffffffffffffffffffffff\r\nx"),
+        ErrorClass.TRANSIENT,
+        "",
+    ),
     "chunk-negative": (lambda: _once(CHUNKED + b"-5\r\nhello\r\n"), ErrorClass.TRANSIENT, ""),
     "chunk-words": (lambda: _once(CHUNKED + b"lots\r\nhello\r\n"), ErrorClass.TRANSIENT, ""),
-    "chunk-short": (lambda: _once(CHUNKED + b"5\r\nhello, and more\r\n0\r\n\r\n"), ErrorClass.TRANSIENT, ""),
+    "chunk-short": (
+        lambda: _once(CHUNKED + b"5\r\nhello, and more\r\n0\r\n\r\n"),
+        ErrorClass.TRANSIENT,
+        "",
+    ),
     "chunk-cut": (lambda: _once(CHUNKED + b"5\r\nhel"), ErrorClass.TRANSIENT, "ended early"),
-    "chunk-unended": (lambda: _once(CHUNKED + b"5\r\nhello\r\n"), ErrorClass.TRANSIENT, "ended early"),
-    "half-closed": (lambda: _once(OK + b"Content-Length: 100\r\n\r\nhalf", b"EOF"), ErrorClass.TRANSIENT, "ended early"),
-    "half-closed-head": (lambda: _once(b"HTTP/1.1 200 OK\r\nX: y", b"EOF"), ErrorClass.TRANSIENT, "ended"),
-    "cut-head": (lambda: _once(b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n"), ErrorClass.TRANSIENT, "ended inside its headers"),
-    "cut-status": (lambda: _once(b"HTTP/1.1 200 OK\r\n"), ErrorClass.TRANSIENT, "ended inside its headers"),
-    "cut-interim": (lambda: _once(b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\nHTTP/1.1 200 OK\r\nX"), ErrorClass.TRANSIENT, ""),
+    "chunk-unended": (
+        lambda: _once(CHUNKED + b"5\r\nhello\r\n"),
+        ErrorClass.TRANSIENT,
+        "ended early",
+    ),
+    "half-closed": (
+        lambda: _once(OK + b"Content-Length: 100\r\n\r\nhalf", b"EOF"),
+        ErrorClass.TRANSIENT,
+        "ended early",
+    ),
+    "half-closed-head": (
+        lambda: _once(b"HTTP/1.1 200 OK\r\nX: y", b"EOF"),
+        ErrorClass.TRANSIENT,
+        "ended",
+    ),
+    "cut-head": (
+        lambda: _once(b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n"),
+        ErrorClass.TRANSIENT,
+        "ended inside its headers",
+    ),
+    "cut-status": (
+        lambda: _once(b"HTTP/1.1 200 OK\r\n"),
+        ErrorClass.TRANSIENT,
+        "ended inside its headers",
+    ),
+    "cut-interim": (
+        lambda: _once(b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\nHTTP/1.1 200 OK\r\nX"),
+        ErrorClass.TRANSIENT,
+        "",
+    ),
     "half-closed-at-once": (lambda: _once(b"EOF"), ErrorClass.TRANSIENT, ""),
-    "cut-gzip": (lambda: _encoded("gzip", gzip.compress(b"hello" * 1000)[:40]), ErrorClass.TRANSIENT, ""),
-}  # fmt: skip
+    "cut-gzip": (
+        lambda: _encoded("gzip", gzip.compress(b"hello" * 1000)[:40]),
+        ErrorClass.TRANSIENT,
+        "",
+    ),
+}
 MADE: dict[str, bytes] = {}
 
 
@@ -390,6 +490,7 @@ async def test_bodies_in_progress_stay_within_the_memory_limit_and_all_complete(
         asking.pop().cancel()
         last.set()
         assert [r.body for r in await asyncio.gather(*asking)] == bodies[:-1]
+        assert fetcher._opened is not None
         assert fetcher._opened[0].bodies.held_bytes == 0
         last.clear()
         asking = [asyncio.create_task(fetcher.fetch(web.url(f"/{n}"))) for n in range(len(bodies))]

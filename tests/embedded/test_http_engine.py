@@ -17,6 +17,7 @@ import time
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import brotli
 import pytest
@@ -95,7 +96,7 @@ async def server(
 
 @contextlib.asynccontextmanager
 async def client(
-    *ports: int, names: dict[str, list[str]] | None = None, allow: str = "", **options: object
+    *ports: int, names: dict[str, list[str]] | None = None, allow: str = "", **options: Any
 ) -> AsyncIterator[CurlFetcher]:
     async def resolver(host: str, port: int) -> list[str]:
         return (names or {})[host]
@@ -104,7 +105,7 @@ async def client(
         parse_allow(allow or ",".join(f"127.0.0.1:{p}" for p in ports)),
         resolver=resolver if names is not None else None,
     )
-    fetcher = CurlFetcher(guard, HttpOptions(**options))  # type: ignore[arg-type]
+    fetcher = CurlFetcher(guard, HttpOptions(**options))
     try:
         yield fetcher
     finally:
@@ -184,8 +185,11 @@ async def test_the_next_address_of_a_name_is_tried_and_the_working_one_is_cached
 async def test_encoded_bodies_are_decoded(name: str) -> None:
     body = b"<li>kettle</li>" * 20_000
     encode: dict[str, Callable[[bytes], bytes]] = {
-        "gzip": gzip.compress, "deflate": zlib.compress, "br": brotli.compress, "zstd": zstandard.ZstdCompressor().compress,
-    }  # fmt: skip
+        "gzip": gzip.compress,
+        "deflate": zlib.compress,
+        "br": brotli.compress,
+        "zstd": zstandard.ZstdCompressor().compress,
+    }
     async with (
         server(ok(encode[name](body), b"Content-Encoding: " + name.encode())) as s,
         client(s.port) as c,
@@ -260,11 +264,19 @@ async def test_a_request_body_is_sent_and_not_repeated_in_the_next_request() -> 
 @pytest.mark.parametrize(
     ("method", "headers"),
     [
-        ("GET /x HTTP/1.1\r\nX:", {}), ("TRACE", {}), ("CONNECT", {}),
-        ("GET", {"Host": "other"}), ("GET", {"X": "a\r\nHost: other"}), ("GET", {"X\r\nY": "a"}), ("GET", {"X:": "a"}), ("GET", {"": "a"}),
-        ("GET", {"Content-Length": "5"}), ("GET", {"Transfer-Encoding": "chunked"}), ("GET", {"X": "\ud800"}),
+        ("GET /x HTTP/1.1\r\nX:", {}),
+        ("TRACE", {}),
+        ("CONNECT", {}),
+        ("GET", {"Host": "other"}),
+        ("GET", {"X": "a\r\nHost: other"}),
+        ("GET", {"X\r\nY": "a"}),
+        ("GET", {"X:": "a"}),
+        ("GET", {"": "a"}),
+        ("GET", {"Content-Length": "5"}),
+        ("GET", {"Transfer-Encoding": "chunked"}),
+        ("GET", {"X": "\ud800"}),
     ],
-)  # fmt: skip
+)
 async def test_a_request_with_an_invalid_method_or_header_is_not_sent(
     method: str, headers: dict[str, str]
 ) -> None:
@@ -278,7 +290,8 @@ async def test_a_request_with_an_invalid_method_or_header_is_not_sent(
 
 async def test_interim_responses_and_trailers_are_not_part_of_the_response() -> None:
     raw = (
-        b"HTTP/1.1 103 Early Hints\r\nLink: </a.css>\r\n\r\nHTTP/1.1 200 OK\r\nX-Real: yes\r\nTransfer-Encoding: chunked\r\nTrailer: X-Late\r\n\r\n"
+        b"HTTP/1.1 103 Early Hints\r\nLink: </a.css>\r\n\r\nHTTP/1.1 200 OK\r\nX-Real: yes\r\n"
+        b"Transfer-Encoding: chunked\r\nTrailer: X-Late\r\n\r\n"
         b"5\r\nhello\r\n0\r\nX-Late: 1\r\n\r\n"
     )
     async with server(raw) as s, client(s.port) as c:
@@ -339,7 +352,7 @@ def _bomb(name: str) -> bytes:
         return gzip.compress(b"")[:10] + (c.compress(block) + c.flush(zlib.Z_FULL_FLUSH)) * 1024
     if name == "br":
         b = brotli.Compressor(quality=1)
-        return b"".join(b.process(block) for _ in range(1024)) + b.finish()
+        return b"".join([*(b.process(block) for _ in range(1024)), b.finish()])
     z = zstandard.ZstdCompressor(level=1).compressobj()
     return b"".join(z.compress(block) for _ in range(1024)) + z.flush()
 
@@ -494,8 +507,10 @@ def test_a_pause_of_this_process_does_not_count_towards_timeouts(short: str, loo
             block_the_loop()
         writer.write(ok(b"in time"))
 
+    options: dict[str, Any] = {short: 1.0}
+
     async def main() -> None:
-        async with server(answer) as s, client(s.port, **{short: 1.0}) as c:
+        async with server(answer) as s, client(s.port, **options) as c:
             asked = asyncio.create_task(c.fetch(f"http://127.0.0.1:{s.port}/"))
             await asyncio.sleep(0)
             if short == "connect_timeout":
@@ -514,11 +529,27 @@ def test_a_pause_of_this_process_does_not_count_towards_timeouts(short: str, loo
         (b"", ErrorClass.TRANSIENT),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf", ErrorClass.TRANSIENT),
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhel", ErrorClass.TRANSIENT),
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzzzz\r\nhello\r\n", ErrorClass.TRANSIENT),
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nfffffffffffffffffffff\r\n", ErrorClass.TRANSIENT),
-        (b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 9\r\n\r\nnot a zip", ErrorClass.TRANSIENT),
-        (b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 20\r\n\r\n" + gzip.compress(b"x" * 500, mtime=0)[:20], ErrorClass.TRANSIENT),
-        (b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip, br, gzip\r\nContent-Length: 1\r\n\r\nx", ErrorClass.PERMANENT),
+        (
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzzzz\r\nhello\r\n",
+            ErrorClass.TRANSIENT,
+        ),
+        (
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nfffffffffffffffffffff\r\n",
+            ErrorClass.TRANSIENT,
+        ),
+        (
+            b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 9\r\n\r\nnot a zip",
+            ErrorClass.TRANSIENT,
+        ),
+        (
+            b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 20\r\n\r\n"
+            + gzip.compress(b"x" * 500, mtime=0)[:20],
+            ErrorClass.TRANSIENT,
+        ),
+        (
+            b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip, br, gzip\r\nContent-Length: 1\r\n\r\nx",
+            ErrorClass.PERMANENT,
+        ),
         (b"SSH-2.0-OpenSSH_9.2\r\n", ErrorClass.PERMANENT),
         (b"\x16\x03\x01\x00\x00", ErrorClass.PERMANENT),
         (b"HTTP/9.9 200 OK\r\n\r\n", None),
@@ -527,7 +558,7 @@ def test_a_pause_of_this_process_does_not_count_towards_timeouts(short: str, loo
         (b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\nhello", None),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nContent-Length: 7\r\n\r\nhello", None),
     ],
-)  # fmt: skip
+)
 async def test_broken_responses_are_classified_failures(
     raw: bytes, kind: ErrorClass | None
 ) -> None:
@@ -793,10 +824,29 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     folder = tmp_path_factory.mktemp("tls")
     key, cert = str(folder / "key.pem"), str(folder / "cert.pem")
     subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2", "-keyout", key, "-out", cert,
-         "-subj", "/CN=shop.test", "-addext", "subjectAltName=DNS:shop.test,DNS:proxy.test"],
-        check=True, capture_output=True,
-    )  # fmt: skip
+        [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:prime256v1",
+            "-nodes",
+            "-days",
+            "2",
+            "-keyout",
+            key,
+            "-out",
+            cert,
+            "-subj",
+            "/CN=shop.test",
+            "-addext",
+            "subjectAltName=DNS:shop.test,DNS:proxy.test",
+        ],
+        check=True,
+        capture_output=True,
+    )
     return key, cert
 
 

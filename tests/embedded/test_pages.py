@@ -397,7 +397,12 @@ async def test_page_bytes_are_synced_before_their_row_is_committed(
         return wrapper
 
     monkeypatch.setattr(os, "fdatasync", watched("sync", os.fdatasync))
-    rig.db._writer.set_commit_hook(lambda: bool(log.append("commit")))
+
+    def commit() -> bool:
+        log.append("commit")
+        return False
+
+    rig.db._writer.set_commit_hook(commit)
     await rig.put(b"x")
     assert log == (["sync w1-1.seg", "commit", "sync a.db-wal"] if syncs else ["commit"])
     log.clear()

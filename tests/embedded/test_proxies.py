@@ -13,7 +13,7 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from tests.embedded.proxy_servers import PASSWORD, USER, Proxy, Target
@@ -62,15 +62,15 @@ class Rig:
         time: Time,
         db: Database,
         pools: dict[str, ProxyPoolConfig],
-        robots: str,
+        robots: Literal["obey", "ignore"],
     ) -> None:
-        self.target, self.time = target, time
+        self.target, self.fetcher, self.time = target, fetcher, time
         self.health = SqlProxies(db, time)
         claims = SqlClaims(db, time, pace.Limits(rate=None), random.Random(1))
         self.proxies = Proxies(pools, self.health, fetcher, time, random.Random(2))
         self.stage = FetchStage(
             fetcher, claims, claims, time, FetchOptions(robots=robots), self.proxies
-        )  # type: ignore[arg-type]
+        )
 
     async def fetch(self, path: str, *, turn: int = 0, **route: Any) -> Response:
         return await self.stage.fetch(
@@ -88,7 +88,7 @@ async def rig(
     target: Target,
     pools: dict[str, ProxyPoolConfig],
     *,
-    robots: str = "ignore",
+    robots: Literal["obey", "ignore"] = "ignore",
     allow: str = "127.0.0.1:*",
 ) -> AsyncIterator[Rig]:
     guard, time, db = Guard(parse_allow(allow)), Time(), Database(":memory:")
@@ -129,8 +129,11 @@ async def test_the_route_selects_the_pool_and_an_event_without_a_route_uses_no_p
             assert t.direct == 0, "robots.txt included"
             assert (await r.fetch("/plain")).status == 200
             assert {path: t.peers(path) for path in ("/geo", "/name", "/account", "/plain")} == {
-                "/geo": ["127.0.0.11"], "/name": ["127.0.0.11"], "/account": ["127.0.0.12"], "/plain": ["127.0.0.1"],
-            }  # fmt: skip
+                "/geo": ["127.0.0.11"],
+                "/name": ["127.0.0.11"],
+                "/account": ["127.0.0.12"],
+                "/plain": ["127.0.0.1"],
+            }
             assert home.connects == [f"127.0.0.1:{t.port}"]
 
 
@@ -141,8 +144,8 @@ async def test_a_proxy_gets_the_checked_address_and_never_the_name() -> None:
         Proxy("socks5", exit_="127.0.0.12") as socks,
     ):
         async with rig(t, {"a": pool(http), "b": pool(socks)}) as r:
-            r.stage._direct.guard._resolver = _resolve  # type: ignore[attr-defined]
-            r.stage._direct.guard._allow = parse_allow("127.0.0.1:*,shop.test:*")  # type: ignore[attr-defined]
+            r.fetcher.guard._resolver = _resolve
+            r.fetcher.guard._allow = parse_allow("127.0.0.1:*,shop.test:*")
             for name in "ab":
                 event = event_of(
                     f"http://shop.test:{t.port}/x", id_=new_id(), route=Route(pool=name)
@@ -262,8 +265,8 @@ async def test_a_proxy_that_cannot_reach_a_host_cools_down_for_that_host_only(ki
         Proxy(kind, exit_="127.0.0.11") as p,
         rig(t, {"p": pool(p)}) as r,
     ):
-        r.stage._direct.guard._allow = parse_allow("127.0.0.1:*,shop.test:*")  # type: ignore[attr-defined]
-        r.stage._direct.guard._resolver = _resolve  # type: ignore[attr-defined]
+        r.fetcher.guard._allow = parse_allow("127.0.0.1:*,shop.test:*")
+        r.fetcher.guard._resolver = _resolve
         p.mood = "refuse"
         event = event_of(f"http://shop.test:{t.port}/", id_=new_id(), route=Route(pool="p"))
         with pytest.raises(Failure) as caught:
@@ -506,7 +509,10 @@ class Project:
         self.dir = tmp
         (tmp / "shop.py").write_text(SHOP)
         allow = ",".join(f"127.0.0.1:{p}" for p in ports)
-        common = f'robots = "ignore"\n[pace]\nrate = "unlimited"\n[net]\nallow = "{allow}"\n[extract]\nisolation = "none"\n'
+        common = (
+            f'robots = "ignore"\n[pace]\nrate = "unlimited"\n[net]\nallow = "{allow}"\n'
+            '[extract]\nisolation = "none"\n'
+        )
         (tmp / "penstock.toml").write_text(common + toml)
         monkeypatch.chdir(tmp)
 
@@ -564,7 +570,10 @@ async def test_events_of_an_exhausted_pool_wait_uncharged_until_max_age(
 ) -> None:
     async with Target() as t, Proxy() as gone:
         await gone.stop()
-        toml = f'[retry]\nmax_age = "4s"\n[proxies.p]\nurls = ["{gone.dsn}"]\ncooldown = "200ms"\ncooldown_max = "300ms"\n'
+        toml = (
+            f'[retry]\nmax_age = "4s"\n[proxies.p]\nurls = ["{gone.dsn}"]\n'
+            'cooldown = "200ms"\ncooldown_max = "300ms"\n'
+        )
         project = Project(tmp_path, monkeypatch, toml, t.port, gone.port)
 
         def ended() -> int:
@@ -606,7 +615,10 @@ async def test_a_blocked_event_is_retried_with_the_next_pool_and_the_same_envelo
     async with Target() as t, Proxy(exit_="127.0.0.11") as a, Proxy(exit_="127.0.0.12") as b:
         for path in ("/x", "/stay"):
             t.answers["127.0.0.11" + path] = (403, [], "no")
-        toml = f'[retry]\nbase = "30ms"\n[proxies.a]\nurls = "{a.dsn}"\nnext = "b"\ncooldown = "10ms"\n[proxies.b]\nurls = "{b.dsn}"\n'
+        toml = (
+            f'[retry]\nbase = "30ms"\n[proxies.a]\nurls = "{a.dsn}"\nnext = "b"\n'
+            f'cooldown = "10ms"\n[proxies.b]\nurls = "{b.dsn}"\n'
+        )
         project = Project(tmp_path, monkeypatch, toml, t.port, a.port, b.port)
         await project.push(t.url("/x"), pool="a")
         before = project.query("SELECT body FROM envelope")
@@ -630,7 +642,10 @@ async def test_a_redriven_event_starts_from_its_first_pool(
 ) -> None:
     async with Target() as t, Proxy(exit_="127.0.0.11") as a, Proxy(exit_="127.0.0.12") as b:
         t.answers["/x"] = (403, [], "no")
-        toml = f'[retry]\nbase = "20ms"\nbudget = 1\n[proxies.a]\nurls = "{a.dsn}"\nnext = "b"\ncooldown = "1ms"\n'
+        toml = (
+            f'[retry]\nbase = "20ms"\nbudget = 1\n[proxies.a]\nurls = "{a.dsn}"\nnext = "b"\n'
+            'cooldown = "1ms"\n'
+        )
         toml += f'[proxies.b]\nurls = "{b.dsn}"\ncooldown = "1ms"\n'
         project = Project(tmp_path, monkeypatch, toml, t.port, a.port, b.port)
         await project.push(t.url("/x"), pool="a")
@@ -673,7 +688,8 @@ async def test_no_password_is_written_logged_or_shown(
             f'[proxies.good]\nurls = "{good.dsn}"\ncooldown = "1ms"\n'
             f'[proxies.blocked]\nurls = "{blocked.dsn}"\ncooldown = "1ms"\n'
             f'[proxies.refusing]\nurls = "{refusing.dsn}"\n'
-            f'cooldown = "10ms"\n[proxies.wrong]\nurls = ["{wrong_dsn}", "{gone.dsn}"]\ncooldown = "100ms"\ncooldown_max = "200ms"\n'
+            f'cooldown = "10ms"\n[proxies.wrong]\nurls = ["{wrong_dsn}", "{gone.dsn}"]\n'
+            'cooldown = "100ms"\ncooldown_max = "200ms"\n'
             f'[proxies.list]\nlist_url = "{provider.url("/l?key=LISTKEY-PLANTED")}"\n'
         )
         project = Project(
@@ -706,10 +722,19 @@ async def test_no_password_is_written_logged_or_shown(
         assert t.direct == 0
         assert project.query("SELECT failures FROM proxy_health"), "the run recorded proxy failures"
         for args in (
-            ["proxies", "ls"], ["proxies", "ls", "--json"], ["proxies", "test", "--url", t.url("/ip"), "--json"], ["config", "show", "--origin"],
-            ["config", "show", "--json"], ["status"], ["status", "--json"], ["dlq", "ls"], ["dlq", "ls", "--json"], ["trace", t.url("/block")],
-            ["trace", t.url("/never"), "--json"], ["events", "ls", "--json"],
-        ):  # fmt: skip
+            ["proxies", "ls"],
+            ["proxies", "ls", "--json"],
+            ["proxies", "test", "--url", t.url("/ip"), "--json"],
+            ["config", "show", "--origin"],
+            ["config", "show", "--json"],
+            ["status"],
+            ["status", "--json"],
+            ["dlq", "ls"],
+            ["dlq", "ls", "--json"],
+            ["trace", t.url("/block")],
+            ["trace", t.url("/never"), "--json"],
+            ["events", "ls", "--json"],
+        ):
             await asyncio.to_thread(main, args)
         shown = capfd.readouterr()
         everything = (

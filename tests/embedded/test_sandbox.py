@@ -18,14 +18,13 @@ import msgspec
 import pytest
 
 from penstock.authoring.load import load
-from penstock.authoring.page import Page
 from penstock.authoring.pipeline import Change
 from penstock.errors import ConfigError
 from penstock.extraction.in_process import InProcess
 from penstock.extraction.sandbox import Limits, Sandbox
 from penstock.extraction.zygote import ZygoteProcess
 from penstock.model import Event
-from penstock.ports import Extracted, Extraction
+from penstock.ports import Extracted, Extraction, FetchedPage
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits and clean-up lean on Linux")
 
@@ -130,7 +129,8 @@ def act(what):
 def page(page: Page):
     what = page.url.rsplit("/", 1)[1].partition("?")[0]
     yield {"url": page.url, "size": len(page.body), "pid": os.getpid(),
-           "event": page.event.id if page.event else None, "header": page.headers.get("x-test"),
+           "event": page.event.id if page.event else None,
+           "header": page.headers.get("x-test"),
            "title": page.css("h1::text").get(), **(act(what) or {})}
 
 async def send(change):
@@ -196,8 +196,16 @@ def _until(true: Callable[[], bool], seconds: float = 20.0) -> bool:
     return True
 
 
-def page(what: str, n: int = 0, **more: Any) -> Page:
-    return Page(f"https://shop.example/{what}?{n}", b"<h1>Tea</h1>" + b"." * 1000, **more)
+def page(
+    what: str,
+    n: int = 0,
+    *,
+    body: bytes = b"<h1>Tea</h1>" + b"." * 1000,
+    headers: dict[str, str] | None = None,
+    event: Event | None = None,
+) -> FetchedPage:
+    url = f"https://shop.example/{what}?{n}"
+    return FetchedPage(url, body, 200, headers or {}, 0.0, event, url)
 
 
 def run(
@@ -257,9 +265,9 @@ def test_sandbox_and_in_process_implement_the_extraction_port(shop: Path) -> Non
 def test_a_page_arrives_unchanged_in_the_child(shop: Path) -> None:
     event = Event(id="e1", url="https://shop.example/fine", key="shop.example", data={"big": 2**90})
     given = [
-        page("fine", headers={"X-Test": "yes"}, event=event),
-        Page("https://shop.example/fine", b""),
-        Page("https://shop.example/fine", b"\xff" * 3_000_000),
+        page("fine", headers={"x-test": "yes"}, event=event),
+        page("fine", body=b""),
+        page("fine", body=b"\xff" * 3_000_000),
     ]
     first, empty, large = (fields(r) for r in run(shop, lambda s: s.extract(given)))
     assert (first["event"], first["header"], first["size"], first["title"]) == (
@@ -328,7 +336,7 @@ def test_a_page_that_cannot_be_encoded_fails_alone(shop: Path) -> None:
 
 
 def test_a_batch_larger_than_the_pipe_buffer_is_extracted(shop: Path) -> None:
-    pages = [Page(f"https://shop.example/fine?{n}", b"x" * 700_000) for n in range(24)]
+    pages = [page("fine", n, body=b"x" * 700_000) for n in range(24)]
     assert [fields(r)["size"] for r in run(shop, lambda s: s.extract(pages))] == [700_000] * 24
 
 
@@ -572,8 +580,9 @@ def test_a_cancelled_extraction_frees_its_child(shop: Path) -> None:
 
 def test_a_kill_from_outside_during_the_import_is_retried(shop: Path, tmp_path: Path) -> None:
     shop.write_text(
-        f"import os, pathlib\nif not (mark := pathlib.Path({str(tmp_path / 'mark')!r})).exists():\n"
-        f"    mark.touch()\n    os.kill(os.getpid(), 9)\n{SHOP}"
+        "import os, pathlib\n"
+        f"if not (mark := pathlib.Path({str(tmp_path / 'mark')!r})).exists():\n    mark.touch()\n"
+        f"    os.kill(os.getpid(), 9)\n{SHOP}"
     )
     assert fields(run(shop, lambda s: s.extract([page("fine")]))[0])
 
@@ -628,15 +637,17 @@ def test_a_killed_worker_leaves_no_process(shop: Path, tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(
         "import asyncio, sys\n"
-        "from penstock.authoring.page import Page\n"
+        "from penstock.ports import FetchedPage\n"
         "from penstock.extraction.sandbox import Sandbox\n"
+        "async def extract(s, what):\n"
+        "    url = 'https://shop.example/' + what\n"
+        "    await s.extract([FetchedPage(url, b'', 200, {}, 0.0, None, url)])\n"
         "async def main():\n"
         f"    s = Sandbox({str(shop)!r}, size=3)\n"
         "    await s.start()\n"
         "    print('up', flush=True)\n"
-        "    pages = [Page('https://shop.example/' + w, b'')"
-        " for w in ('linger', 'loop', 'sleep', 'signals')]\n"
-        "    await asyncio.gather(*[s.extract([page]) for page in pages])\n"
+        "    pages = ('linger', 'loop', 'sleep', 'signals')\n"
+        "    await asyncio.gather(*[extract(s, what) for what in pages])\n"
         "asyncio.run(main())\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}

@@ -12,26 +12,30 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
 from tools.services.processes import identity
 from tools.services.servers import SERVERS
+from tools.services.state import Place
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 
 
 class Services:
-    """The command, with a separate state directory and cache."""
+    """The command with a separate state directory.
+
+    The port table is that of all clones of this user: parallel tests must not choose one port.
+    """
 
     def __init__(self, directory: Path) -> None:
-        self.state, self.cache = directory / "state", directory.parent / "cache"
-        self.environment = os.environ | {
-            "PENSTOCK_SERVICES_DIR": str(self.state),
-            "XDG_CACHE_HOME": str(self.cache),
-        }
+        self.state = directory / "state"
+        self.environment = os.environ | {"PENSTOCK_SERVICES_DIR": str(self.state)}
 
     def run(
         self, *arguments: str, status: int = 0, **environment: str
@@ -58,7 +62,7 @@ class Services:
 def services(tmp_path: Path) -> Any:
     made = Services(tmp_path / "one")
     yield made
-    made.run("down")
+    made.run("down", "--wipe")  # frees its ports
 
 
 def test_a_server_is_started_found_restarted_and_stopped(services: Services) -> None:
@@ -91,7 +95,26 @@ def test_two_clones_run_their_servers_independently(services: Services, tmp_path
         services.run("kill", "s3")
         assert other.status("s3")["state"] == "running"
     finally:
-        other.run("down")
+        other.run("down", "--wipe")
+
+
+def test_clones_that_choose_ports_at_the_same_time_get_different_ports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for turn in range(20):
+        clones = [Place(tmp_path / f"{turn}-{n}" / "s3") for n in range(8)]
+        together = Barrier(len(clones))
+
+        def choose(clone: Place, together: Barrier = together) -> int:
+            together.wait(60)
+            return clone.ports({"s3": 47000})["s3"]
+
+        with ThreadPoolExecutor(len(clones)) as threads:
+            ports = list(threads.map(choose, clones))
+        assert len(set(ports)) == len(clones), ports
+        for clone in clones:
+            clone.wipe()  # its reservation can be replaced
 
 
 def test_only_a_process_that_services_started_is_killed(services: Services) -> None:
@@ -216,6 +239,43 @@ def test_tests_do_not_stop_servers_that_were_already_running(
     before = services.status("s3")["pid"]
     assert "1 passed" in _suite(services, tmp_path, "-k", "there_again")
     assert services.status("s3")["pid"] == before
+
+
+HANGING_SUITE = """
+import pathlib, signal, time, pytest
+
+@pytest.mark.server("s3")
+def test_that_ignores_ctrl_c(server):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    pathlib.Path(__file__).with_name("running").touch()
+    time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_the_servers_of_workers_that_do_not_end(
+    services: Services, tmp_path: Path
+) -> None:
+    (tmp_path / "test_suite.py").write_text(HANGING_SUITE)
+    command = [sys.executable, "-m", "pytest", "-p", "tests.servers", "-p", "no:cacheprovider"]
+    place = Place(services.state / "gw0" / "s3")
+    with subprocess.Popen(
+        [*command, "-c", str(ROOT / "pyproject.toml"), "-n", "1", str(tmp_path / "test_suite.py")],
+        cwd=ROOT,
+        env=services.environment,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as suite:
+        try:
+            while not (tmp_path / "running").exists():
+                assert suite.poll() is None
+                time.sleep(0.05)
+            assert place.running()
+            os.killpg(suite.pid, signal.SIGINT)  # as a terminal does
+            assert suite.wait(120) == pytest.ExitCode.INTERRUPTED
+            assert not place.running()
+        finally:
+            services.run("down", "--wipe", PENSTOCK_SERVICES_DIR=str(services.state / "gw0"))
 
 
 def test_in_ci_a_missing_server_is_an_error(services: Services, tmp_path: Path) -> None:

@@ -132,17 +132,23 @@ async def test_writes_that_wait_for_another_process_share_one_commit(
     tmp_path: Path,
 ) -> None:
     db, other = opened(tmp_path / "a.db"), apsw.Connection(str(tmp_path / "a.db"))
-    commits = []
+    commits = 0
+
+    def count() -> bool:
+        nonlocal commits
+        commits += 1
+        return False
+
     other.execute("BEGIN IMMEDIATE")
     jobs = []
     for i in range(3):
         jobs.append(asyncio.ensure_future(db.write(insert(i))))
         await asyncio.sleep(0.01)
-    db._writer.set_commit_hook(lambda: bool(commits.append(1)))
+    db._writer.set_commit_hook(count)
     other.execute("ROLLBACK")
     await asyncio.gather(*jobs)
     assert await db.read(values) == [0, 1, 2]
-    assert len(commits) == 1
+    assert commits == 1
     other.close()
     db.close_now()
 
@@ -173,7 +179,8 @@ async def test_processes_that_write_continuously_do_not_lock_out_another_writer(
         "async def main():\n"
         "    db = Database(sys.argv[1])\n"
         "    while True:\n"
-        "        await db.write(lambda tx: [tx.execute('INSERT INTO t VALUES(?)', (i,)) for i in range(2000)], durable=False)\n"
+        "        await db.write(lambda tx: [tx.execute('INSERT INTO t VALUES(?)', (i,)) "
+        "for i in range(2000)], durable=False)\n"
         "        print(flush=True)\n"
         "asyncio.run(main())\n"
     )
@@ -248,9 +255,9 @@ async def test_a_write_after_close_raises_store_unavailable(tmp_path: Path) -> N
 async def test_close_finishes_writes_that_were_requested_before(tmp_path: Path) -> None:
     db = opened(tmp_path / "a.db")
     gate = Gate()
-    jobs = [asyncio.ensure_future(db.write(held_commit(db, gate)))]
+    hold = asyncio.ensure_future(db.write(held_commit(db, gate)))
     await gate.reached()
-    jobs += [asyncio.ensure_future(db.write(insert(i))) for i in range(600)]
+    jobs = [hold, *(asyncio.ensure_future(db.write(insert(i))) for i in range(600))]
     await asyncio.sleep(0)
     gate.set()
     db.close_now()
@@ -372,10 +379,10 @@ async def test_without_wal_support_sqlite_syncs_each_commit(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Without(sqlite_connection.Connection):
-        def execute(self, sql: Any, *more: Any, **options: Any) -> Any:
-            return super().execute(
-                "PRAGMA journal_mode" if sql == "PRAGMA journal_mode=WAL" else sql, *more, **options
-            )
+        def execute(self, statements: str, *more: Any, **options: Any) -> apsw.Cursor:
+            if statements == "PRAGMA journal_mode=WAL":
+                statements = "PRAGMA journal_mode"
+            return super().execute(statements, *more, **options)
 
     monkeypatch.setattr(sqlite_connection, "Connection", Without)
     db = opened(tmp_path / "a.db")
@@ -426,7 +433,8 @@ async def test_a_wal_that_two_processes_write_continuously_is_restarted(
         "async def main():\n"
         "    db = store.Database(sys.argv[1])\n"
         "    for _ in range(300):\n"
-        "        await db.write(lambda tx: tx.execute('INSERT INTO big VALUES(zeroblob(100000))'))\n"
+        "        await db.write(lambda tx: tx.execute('INSERT INTO big "
+        "VALUES(zeroblob(100000))'))\n"
         "    print(flush=True)\n"
         "    sys.stdin.read()\n"  # the last process that closes the file deletes the WAL
         "asyncio.run(main())\n"
@@ -610,8 +618,10 @@ def test_a_failed_schema_creates_no_tables(tmp_path: Path) -> None:
 
 async def test_several_processes_can_open_a_new_file_together(tmp_path: Path) -> None:
     code = (
-        "import sys, time\nfrom penstock.stores.sqlite import Database\nwhile time.time() < float(sys.argv[2]): pass\n"
-        "for i in range(20):\n    db = Database(f'{sys.argv[1]}/{i}.db', inline=True); db.part('p', 1, 'CREATE TABLE t(x)')\n"
+        "import sys, time\nfrom penstock.stores.sqlite import Database\n"
+        "while time.time() < float(sys.argv[2]): pass\n"
+        "for i in range(20):\n    db = Database(f'{sys.argv[1]}/{i}.db', inline=True); "
+        "db.part('p', 1, 'CREATE TABLE t(x)')\n"
         "    db.write_now(lambda tx: tx.execute('INSERT INTO t VALUES(1)')); db.close_now()\n"
     )
     start = __import__("time").time() + 1.0

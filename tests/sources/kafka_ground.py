@@ -13,6 +13,8 @@ from confluent_kafka import Producer, TopicPartition, admin
 
 from penstock.authoring.pipeline import Pipeline
 from penstock.clock import SystemClock
+from penstock.config import files as configuration
+from penstock.fetching.source_client import SourceWeb
 from penstock.ports import Batch, Finding
 from penstock.sources.base import SourceContext
 from penstock.sources.kafka.source import KafkaSource, open_source
@@ -101,8 +103,12 @@ class Ground:
 
 def context() -> SourceContext:
     return SourceContext(
-        config=None, clock=SystemClock(), rng=random.Random(7), web=None, base=Path.cwd()
-    )  # type: ignore[arg-type]
+        configuration.load({}, {}, Path.cwd()).config,
+        SystemClock(),
+        random.Random(7),
+        SourceWeb(),
+        Path.cwd(),
+    )
 
 
 async def until_idle(

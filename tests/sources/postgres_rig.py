@@ -17,6 +17,7 @@ from penstock.authoring.pipeline import Pipeline, SourceSpec
 from penstock.clock import SystemClock
 from penstock.config import files as configuration
 from penstock.errors import SourceDown
+from penstock.fetching.source_client import SourceWeb
 from penstock.ports import Batch, Finding
 from penstock.sources.base import SourceContext
 from penstock.sources.postgres import open_source
@@ -67,8 +68,8 @@ class Rig:
         config = configuration.load({"state.dir": str(self.directory)}, {}, self.directory).config
         return open_source(
             self.spec(**options),
-            SourceContext(config, SystemClock(), random.Random(1), None, self.directory),
-        )  # type: ignore[arg-type]
+            SourceContext(config, SystemClock(), random.Random(1), SourceWeb(), self.directory),
+        )
 
     @contextlib.asynccontextmanager
     async def reading(self, **options: Any) -> Any:
@@ -87,7 +88,7 @@ class Rig:
             self.cursor = batch.cursor
 
     async def until(
-        self, batches: AsyncGenerator[Batch, None], holds: Callable[[], object]
+        self, batches: AsyncGenerator[Batch, None], holds: Callable[..., object]
     ) -> Batch:
         """Accept batches until `holds()` is true. Return the last accepted batch.
 
@@ -124,7 +125,7 @@ class Rig:
         ).fetchall()
         return found[0][0] if found else None
 
-    def when(self, holds: Callable[[], object], what: str) -> None:
+    def when(self, holds: Callable[..., object], what: str) -> None:
         """Wait until `holds()` is true, for changes made by the server or the reader's thread."""
         for _ in range(600):
             if holds():
@@ -137,13 +138,19 @@ class Rig:
         if self.admin.closed:
             self.admin = psycopg.connect(self.server, autocommit=True)
         self.admin.execute(
-            "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots WHERE database=%s AND active",
+            (
+                "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots "
+                "WHERE database=%s AND active"
+            ),
             (self.database,),
         )
         for _ in range(1200):  # the server notices late that a reader has ended
             with contextlib.suppress(psycopg.errors.ObjectInUse):
                 self.admin.execute(
-                    "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE database=%s",
+                    (
+                        "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots "
+                        "WHERE database=%s"
+                    ),
                     (self.database,),
                 )
                 break

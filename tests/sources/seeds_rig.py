@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from penstock.authoring.pipeline import Pipeline, SourceSpec
 from penstock.config import files as config
+from penstock.fetching.source_client import SourceWeb
 from penstock.ports import Clock, Finding, Source
-from penstock.sources.base import SourceContext, Web
+from penstock.sources.base import SourceContext
 
 
 class Skipping:
@@ -34,7 +35,7 @@ def spec_of(url: str, **options: Any) -> SourceSpec:
 
 def context(base: Path, clock: Clock) -> SourceContext:
     return SourceContext(
-        config.load({}, {}, base).config, clock, random.Random(1), cast(Web, None), base
+        config.load({}, {}, base).config, clock, random.Random(1), SourceWeb(), base
     )
 
 

@@ -61,10 +61,13 @@ def test_items_are_found_by_expression(body: str, kind: str | None, more: dict[s
 @pytest.mark.parametrize(
     ("body", "kind", "more"),
     [
-        ("id,url\n1,/p/1\n", "text/csv", {}), ("id;url\r\n1;/p/1\r\n", "text/plain", {}), ("\ufeffid\turl\n1\t/p/1", None, {"format": "csv"}),
-        ('id,url\n"1","/p/1"', "application/octet-stream", {}), ("id|url\n1|/p/1\n", "text/csv", {"delimiter": "|"}),
+        ("id,url\n1,/p/1\n", "text/csv", {}),
+        ("id;url\r\n1;/p/1\r\n", "text/plain", {}),
+        ("\ufeffid\turl\n1\t/p/1", None, {"format": "csv"}),
+        ('id,url\n"1","/p/1"', "application/octet-stream", {}),
+        ("id|url\n1|/p/1\n", "text/csv", {"delimiter": "|"}),
     ],
-)  # fmt: skip
+)
 def test_a_csv_row_becomes_an_item_with_the_columns_of_the_header(
     body: str, kind: str | None, more: dict[str, Any]
 ) -> None:
@@ -95,11 +98,15 @@ def test_an_item_key_may_have_any_type_but_must_not_be_empty() -> None:
 
 
 NO_PAGE = {
-    "nothing": (b"", "is empty"), "HTML": (b"<!doctype html><p>busy", "HTML page"), "half of it": (b'[{"id": 1', "not JSON"),
-    "an object": (b'{"products": []}', "no list where the items should be"), "deep": (b"[" * 1_000_000, "not JSON"),
-    "50 MB": (b"[" + b" " * 50_000_000 + b"]", "bytes, of at most"), "many": (b"[" + b"0," * 3_000_000 + b"0]", "values"),
+    "nothing": (b"", "is empty"),
+    "HTML": (b"<!doctype html><p>busy", "HTML page"),
+    "half of it": (b'[{"id": 1', "not JSON"),
+    "an object": (b'{"products": []}', "no list where the items should be"),
+    "deep": (b"[" * 1_000_000, "not JSON"),
+    "50 MB": (b"[" + b" " * 50_000_000 + b"]", "bytes, of at most"),
+    "many": (b"[" + b"0," * 3_000_000 + b"0]", "values"),
     "noise": (bytes(range(128, 256)), "not JSON"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("body", "reason"), NO_PAGE.values(), ids=NO_PAGE)
@@ -135,10 +142,18 @@ def test_any_bytes_are_a_page_or_an_api_error(
 @pytest.mark.parametrize(
     ("header", "expected"),
     [
-        ('<https://a.test/?page=2>; rel="next", <https://a.test/?page=9>; rel="last"', "https://a.test/?page=2"), ('</2>; title="a;b"; rel=next', "/2"),
-        ('<a>; rel="prev", <b>; rel="x next"', "b"), ('<a>; rel="nextish"', None), ("", None), ("<" * 70_000, None), ('<a' + '; x="' * 9000, None),
+        (
+            '<https://a.test/?page=2>; rel="next", <https://a.test/?page=9>; rel="last"',
+            "https://a.test/?page=2",
+        ),
+        ('</2>; title="a;b"; rel=next', "/2"),
+        ('<a>; rel="prev", <b>; rel="x next"', "b"),
+        ('<a>; rel="nextish"', None),
+        ("", None),
+        ("<" * 70_000, None),
+        ("<a" + '; x="' * 9000, None),
     ],
-)  # fmt: skip
+)
 def test_the_next_link_is_read_from_the_link_header_by_rfc_8288(
     header: str, expected: str | None
 ) -> None:
@@ -171,16 +186,19 @@ class Shop:
             "next": f"/api?offset={at + 2}" if more else None,
             "meta": {"after": f"c{at + 2}" if more else ""},
         }
-        return tagged(
-            request,
-            json_reply(body, **({"link": f'</api?offset={at + 2}>; rel="next"'} if more else {})),
-        )
+        headers: dict[str, Any] = {}
+        if more:
+            headers["link"] = f'</api?offset={at + 2}>; rel="next"'
+        return tagged(request, json_reply(body, **headers))
 
 
 WAYS: dict[str, dict[str, Any]] = {
-    "the link header": {}, "an expression": {"next": "next"}, "a page number": {"page": "page"}, "an offset": {"offset": "offset"},
+    "the link header": {},
+    "an expression": {"next": "next"},
+    "a page number": {"page": "page"},
+    "an offset": {"offset": "offset"},
     "a cursor": {"cursor": {"param": "after", "from": "meta.after"}},
-}  # fmt: skip
+}
 ITEMS = {"items": "items", "key": "sku", "map": {"url": "link"}}
 
 
@@ -376,10 +394,20 @@ def test_an_item_without_a_key_is_refused_once_and_first_none_skips_old_items(
 @pytest.mark.parametrize(
     "more",
     [
-        {"items": "a["}, {"key": "]"}, {"format": "xml"}, {"page": "p", "next": "n"}, {"cursor": {"param": "x"}}, {"ignore": [1]}, {"max_pages": 0},
-        {"headers": {"Authorization": "env:NO_SUCH_VARIABLE"}}, {"headers": {"a b": "c"}}, {"headers": {"a": "b\nc"}}, {"delimiter": "ab"}, {"limit": 5},
+        {"items": "a["},
+        {"key": "]"},
+        {"format": "xml"},
+        {"page": "p", "next": "n"},
+        {"cursor": {"param": "x"}},
+        {"ignore": [1]},
+        {"max_pages": 0},
+        {"headers": {"Authorization": "env:NO_SUCH_VARIABLE"}},
+        {"headers": {"a b": "c"}},
+        {"headers": {"a": "b\nc"}},
+        {"delimiter": "ab"},
+        {"limit": 5},
     ],
-)  # fmt: skip
+)
 def test_an_invalid_declaration_is_an_error_with_a_hint(
     more: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -26,7 +26,10 @@ MOON = 1577836800.0  # 2020-01-01T00:00:00Z
 
 
 def rss(items: str, head: str = "") -> str:
-    return f'<?xml version="1.0"?><rss version="2.0"><channel><title>News</title>{head}{items}</channel></rss>'
+    return (
+        '<?xml version="1.0"?><rss '
+        f'version="2.0"><channel><title>News</title>{head}{items}</channel></rss>'
+    )
 
 
 def item(n: int, **more: str) -> str:
@@ -61,8 +64,14 @@ FORMATS = {
     "atom 1.0": ATOM.format(
         '<entry><id>1</id><title>T</title><link rel="self" href="x"/><link href="../1"/></entry>'
     ),
-    "atom 1.0, prefixed": '<a:feed xmlns:a="http://www.w3.org/2005/Atom"><a:entry><a:title>T</a:title><a:link href="http://shop.test/1"/></a:entry></a:feed>',
-    "atom 0.3": '<feed version="0.3" xmlns="http://purl.org/atom/ns#"><entry><title>T</title><link rel="alternate" href="http://shop.test/1"/></entry></feed>',
+    "atom 1.0, prefixed": (
+        '<a:feed xmlns:a="http://www.w3.org/2005/Atom"><a:entry><a:title>T</a:title><a:link '
+        'href="http://shop.test/1"/></a:entry></a:feed>'
+    ),
+    "atom 0.3": (
+        '<feed version="0.3" xmlns="http://purl.org/atom/ns#"><entry><title>T</title><link '
+        'rel="alternate" href="http://shop.test/1"/></entry></feed>'
+    ),
     "json feed 1.0": '{"version":"https://jsonfeed.org/version/1","items":[{"id":"1","title":"T","url":"http://shop.test/1"}]}',
     "json feed 1.1": '{"version":"https://jsonfeed.org/version/1.1","items":[{"id":1,"title":"T","external_url":"http://shop.test/1"}]}',
 }
@@ -143,9 +152,9 @@ def test_a_feed_with_a_wrong_encoding_declaration_is_decoded_correctly(
 
 
 BOMB = (
-    '<?xml version="1.0" encoding="{}"?><!DOCTYPE rss [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;&a;&a;&a;&a;&a;&a;">]>'
-    + rss(item(1, title="&b;")).partition("?>")[2]
-)
+    '<?xml version="1.0" encoding="{}"?><!DOCTYPE rss [<!ENTITY a "aaaaaaaaaa"><!ENTITY b '
+    '"&a;&a;&a;&a;&a;&a;&a;&a;">]>'
+) + rss(item(1, title="&b;")).partition("?>")[2]
 NO_FEED = {
     "nothing": (b"", "is empty"),
     "blanks": (b" \n ", "is empty"),
@@ -172,7 +181,10 @@ NO_FEED = {
     "ampersands": (b"<rss>" + b"&" * 10_000_000, "entities"),
     "a bomb": (BOMB.format("utf-8").encode(), "DTD"),
     "a bomb behind an instruction that seems to begin a comment": (
-        b"<?x <!-- ?><!DOCTYPE rss [<!ENTITY a 'b'>]><!-- --><rss><channel><item><title>&a;</title></item></channel></rss>",
+        (
+            b"<?x <!-- ?><!DOCTYPE rss [<!ENTITY a 'b'>]><!-- "
+            b"--><rss><channel><item><title>&a;</title></item></channel></rss>"
+        ),
         "DTD",
     ),
     "a bomb with a NUL in the word": (
@@ -210,13 +222,26 @@ def test_a_doctype_inside_cdata_or_a_comment_is_text() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("2020-01-01T00:00:00Z", MOON), ("2020-01-01T01:00:00+01:00", MOON), ("2020-01-01T00:00:00.123456789Z", MOON + 0.123456), ("2020-01-01", MOON),
-        ("2020-01", MOON), ("2020", MOON), ("Wed, 01 Jan 2020 00:00:00 GMT", MOON), ("01 Jan 20 00:00:00 +0000", MOON),
+        ("2020-01-01T00:00:00Z", MOON),
+        ("2020-01-01T01:00:00+01:00", MOON),
+        ("2020-01-01T00:00:00.123456789Z", MOON + 0.123456),
+        ("2020-01-01", MOON),
+        ("2020-01", MOON),
+        ("2020", MOON),
+        ("Wed, 01 Jan 2020 00:00:00 GMT", MOON),
+        ("01 Jan 20 00:00:00 +0000", MOON),
         ("Wed, 1 Jan 2020 00:00:00 -0100", MOON + 3600),
-        ("10:00", None), ("Friday", None), ("1", None), ("", None), (None, None), ("yesterday", None),
-        ("2020-13-45", None), ("x" * 1000, None), ("9" * 60, None),
+        ("10:00", None),
+        ("Friday", None),
+        ("1", None),
+        ("", None),
+        (None, None),
+        ("yesterday", None),
+        ("2020-13-45", None),
+        ("x" * 1000, None),
+        ("9" * 60, None),
     ],
-)  # fmt: skip
+)
 def test_a_date_that_cannot_be_parsed_is_none_and_is_not_guessed(
     text: str | None, expected: float | None
 ) -> None:
@@ -294,7 +319,10 @@ def test_a_corrupted_feed_is_parsed_or_raises_a_feed_error(
 
 
 def test_polling_hints_are_read_from_a_feed() -> None:
-    head = "<ttl>90</ttl><skipHours><hour>1</hour><hour>2</hour></skipHours><skipDays><day>Thursday</day></skipDays>"
+    head = (
+        "<ttl>90</ttl><skipHours><hour>1</hour><hour>2</hour></skipHours>"
+        "<skipDays><day>Thursday</day></skipDays>"
+    )
     assert parse(rss("", head).encode(), RSS).hints == Hints(5400.0, (1, 2), (3,))
     sy = '<x:updatePeriod xmlns:x="http://purl.org/rss/1.0/modules/syndication/">daily</x:updatePeriod>'
     twice = '<x:updateFrequency xmlns:x="http://purl.org/rss/1.0/modules/syndication/">2</x:updateFrequency>'
@@ -305,10 +333,15 @@ def test_polling_hints_are_read_from_a_feed() -> None:
 @pytest.mark.parametrize(
     ("hints", "every", "wait"),
     [
-        (Hints(), 60, 60), (Hints(3600.0), 60, 3600), (Hints(60.0), 900, 900), (Hints(10**9), 60, 86400),
-        (Hints(0, (0, 1)), 60, 7200), (Hints(0, (), (2,)), 60, 86400), (Hints(0, tuple(range(24))), 60, 60),
+        (Hints(), 60, 60),
+        (Hints(3600.0), 60, 3600),
+        (Hints(60.0), 900, 900),
+        (Hints(10**9), 60, 86400),
+        (Hints(0, (0, 1)), 60, 7200),
+        (Hints(0, (), (2,)), 60, 86400),
+        (Hints(0, tuple(range(24))), 60, 60),
     ],
-)  # fmt: skip
+)
 def test_hints_can_lengthen_the_wait_by_at_most_a_day(
     hints: Hints, every: float, wait: float
 ) -> None:
@@ -322,7 +355,7 @@ class Paper:
     """An editable feed with an ETag."""
 
     def __init__(self, *items: str, head: str = "") -> None:
-        self.items, self.head, self.asked = list(items), head, []
+        self.items, self.head, self.asked = list(items), head, list[dict[str, str]]()
         self.body: bytes | None = None
 
     def __call__(self, request: Request) -> Any:
@@ -390,7 +423,10 @@ def test_an_entry_with_an_updated_date_is_a_finding_only_when_the_date_changes(
     tmp_path: Path,
 ) -> None:
     async def work() -> None:
-        entry = "<entry><id>1</id><title>{}</title><link href='/p/1'/><updated>2020-01-0{}T00:00:00Z</updated></entry>"
+        entry = (
+            "<entry><id>1</id><title>{}</title><link "
+            "href='/p/1'/><updated>2020-01-0{}T00:00:00Z</updated></entry>"
+        )
         paper = Paper()
         paper.body = ATOM.format(entry.format("a", 1)).encode()
         async with (

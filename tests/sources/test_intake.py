@@ -22,6 +22,7 @@ from penstock.intake.accept import Intake
 from penstock.intake.mapping import Mapping
 from penstock.ports import Accepted, Batch, Finding
 from penstock.runtime.stores import Stores, open_stores
+from penstock.stores.postgres.store import PostgresStore
 
 
 class Rude:
@@ -98,6 +99,7 @@ async def test_findings_that_cannot_be_stored_become_dead_letters_on_postgres(
         await strange_findings_are_letters(stores)
     finally:
         stores.close()
+        assert isinstance(stores.db, PostgresStore)
         with psycopg.connect(server("postgres").url, autocommit=True) as connection:
             connection.execute(
                 sql.SQL("DROP SCHEMA {} CASCADE").format(sql.Identifier(stores.db.namespace))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from confluent_kafka import (
@@ -25,6 +25,8 @@ from penstock.ports import Batch
 from penstock.sources.base import BATCH
 from penstock.sources.kafka.client import Client
 from penstock.sources.kafka.source import KafkaSource, open_source
+
+T = TypeVar("T")
 
 pytestmark = pytest.mark.server("kafka")
 _api: Any = admin
@@ -309,8 +311,8 @@ async def test_a_gap_reported_right_after_a_message_is_raised_by_the_next_poll(
     class Late(Client):
         """A client that waits after every message, while librdkafka continues to fetch."""
 
-        def _call(self, doing: str, work: Callable[..., Any], *args: Any, **named: Any) -> Any:
-            found = super()._call(doing, work, *args, **named)
+        def _call(self, activity: str, work: Callable[..., T], *args: Any, **named: Any) -> T:
+            found = super()._call(activity, work, *args, **named)
             if isinstance(found, Message):
                 time.sleep(2)
             return found

@@ -37,7 +37,10 @@ async def fill_without_reading(
     Return the batch as soon as `holds()` is true.
     """
     rig.run(
-        "INSERT INTO scrape_requests(url, note) SELECT 'https://shop.test/' || n, repeat('x', 1000) FROM generate_series(1, %s) n",
+        (
+            "INSERT INTO scrape_requests(url, note) "
+            "SELECT 'https://shop.test/' || n, repeat('x', 1000) FROM generate_series(1, %s) n"
+        ),
         rows,
     )
     batch = Batch()
@@ -103,7 +106,10 @@ async def test_a_slot_never_holds_more_wal_than_the_limit_while_the_queue_is_ful
         await rig.ready(batches)
         for number in range(transactions):  # each of about 1 MB
             rig.run(
-                "INSERT INTO scrape_requests(url, note) SELECT %s || n, repeat('x', 1000) FROM generate_series(1, 900) n",
+                (
+                    "INSERT INTO scrape_requests(url, note) SELECT %s || n, repeat('x', 1000) "
+                    "FROM generate_series(1, 900) n"
+                ),
                 f"https://shop.test/{number}/",
             )
             if not number:

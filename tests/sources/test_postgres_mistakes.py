@@ -20,6 +20,7 @@ from penstock.authoring.pipeline import Pipeline
 from penstock.clock import SystemClock
 from penstock.config import files as configuration
 from penstock.errors import ConfigError, UsageError
+from penstock.fetching.source_client import SourceWeb
 from penstock.sources.base import SourceContext
 from penstock.sources.postgres import open_source
 from penstock.sources.postgres.settings import derived_name
@@ -36,9 +37,8 @@ def opened(url: str, directory: Path, **options: Any) -> Any:
     pipeline = Pipeline("shop")
     pipeline.source(url, name="asked", **options)
     config = configuration.load({"state.dir": str(directory)}, {}, directory).config
-    return open_source(
-        pipeline.sources[0], SourceContext(config, SystemClock(), random.Random(1), None, directory)
-    )  # type: ignore[arg-type]
+    context = SourceContext(config, SystemClock(), random.Random(1), SourceWeb(), directory)
+    return open_source(pipeline.sources[0], context)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,8 @@ async def test_the_error_without_logical_decoding_suggests_the_polling_source(
         url = server.url()
         with psycopg.connect(url) as db:
             db.execute(
-                "CREATE TABLE scrape_requests(id int PRIMARY KEY, url text, penstock_taken_at timestamptz)"
+                "CREATE TABLE scrape_requests(id int PRIMARY KEY, url text, penstock_taken_at "
+                "timestamptz)"
             )
             db.execute("INSERT INTO scrape_requests VALUES(1, 'https://shop.test/1')")
         trouble = await refused(
@@ -195,7 +196,10 @@ async def test_a_publication_of_the_user_is_not_changed_and_one_of_penstock_is(r
     async with rig.reading() as batches:
         await rig.ready(batches)
     async with rig.reading(table="scrape_requests,second", operations="insert,update") as batches:
-        published = "SELECT 1 FROM pg_publication p JOIN pg_publication_tables t USING(pubname) WHERE pubname=%s AND pubupdate AND tablename='second'"
+        published = (
+            "SELECT 1 FROM pg_publication p JOIN pg_publication_tables t USING(pubname) "
+            "WHERE pubname=%s AND pubupdate AND tablename='second'"
+        )
         # Rows that were written before the publication was changed are not read.
         await rig.until(batches, lambda: rig.run(published, rig.slot))
         rig.run("INSERT INTO second VALUES(1, 'https://shop.test/1')")

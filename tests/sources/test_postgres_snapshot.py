@@ -25,7 +25,8 @@ pytest_server = pytest.mark.server("postgres")
 @pytest_server
 async def test_existing_rows_are_read_before_the_changes(rig: Rig) -> None:
     rig.run(
-        "INSERT INTO scrape_requests(url) SELECT 'https://shop.test/' || n FROM generate_series(1, 2500) n"
+        "INSERT INTO scrape_requests(url) SELECT 'https://shop.test/' || n "
+        "FROM generate_series(1, 2500) n"
     )
     async with rig.reading(snapshot=True) as batches:
         await rig.ready(batches)
@@ -58,7 +59,8 @@ async def test_a_snapshot_whose_reader_is_killed_continues_and_reads_each_row_on
     """
     rig.run("CREATE TABLE texts(key text PRIMARY KEY, url text)")
     rig.run(
-        "INSERT INTO texts SELECT lpad(n::text, 6, '0'), 'https://shop.test/' || n FROM generate_series(1, 6000, 2) n"
+        "INSERT INTO texts SELECT lpad(n::text, 6, '0'), 'https://shop.test/' || n "
+        "FROM generate_series(1, 6000, 2) n"
     )
     wanted = {f"https://shop.test/{n}" for n in range(1, 6000, 2)}
     options = {"table": "texts", "snapshot": True}
@@ -103,10 +105,12 @@ async def test_a_source_reset_to_the_start_reads_the_table_again_with_its_old_sl
 async def test_several_tables_are_read_one_after_the_other(rig: Rig) -> None:
     rig.run("CREATE TABLE second(a int, b text, url text, PRIMARY KEY(b, a))")
     rig.run(
-        "INSERT INTO second SELECT n % 10, (n / 10)::text, 'https://shop.test/s' || n FROM generate_series(1, 1500) n"
+        "INSERT INTO second SELECT n % 10, (n / 10)::text, 'https://shop.test/s' || n "
+        "FROM generate_series(1, 1500) n"
     )
     rig.run(
-        "INSERT INTO scrape_requests(url) SELECT 'https://shop.test/' || n FROM generate_series(1, 1500) n"
+        "INSERT INTO scrape_requests(url) SELECT 'https://shop.test/' || n "
+        "FROM generate_series(1, 1500) n"
     )
     options = {"table": "scrape_requests,second", "snapshot": True}
     for enough in (1, 1500, 2000):

@@ -76,7 +76,8 @@ async def test_locked_rows_are_skipped_and_read_later(rig: Rig) -> None:
 
 async def test_thousands_of_rows_are_read_in_bounded_batches(rig: Rig) -> None:
     rig.run(
-        "INSERT INTO scrape_requests(url) SELECT 'https://shop.test/' || n FROM generate_series(1, 3500) n"
+        "INSERT INTO scrape_requests(url) SELECT 'https://shop.test/' || n "
+        "FROM generate_series(1, 3500) n"
     )
     sizes = []
     async with rig.reading() as batches:
@@ -115,10 +116,13 @@ async def test_a_notify_starts_a_poll_before_the_interval_ends(rig: Rig) -> None
 
 async def test_rows_with_composite_keys_of_any_type_are_marked(rig: Rig) -> None:
     rig.run(
-        'CREATE TABLE "Odd Rows"(shop text, "at %" timestamptz, url text, penstock_taken_at timestamptz, PRIMARY KEY(shop, "at %"))'
+        'CREATE TABLE "Odd Rows"(shop text, "at %" timestamptz, url text, penstock_taken_at '
+        'timestamptz, PRIMARY KEY(shop, "at %"))'
     )
     rig.run(
-        """INSERT INTO "Odd Rows" VALUES('ü', '2026-11-16 00:00:00.123456+00', 'https://shop.test/1'), ('ü', 'infinity', 'https://shop.test/2')"""
+        """INSERT INTO "Odd Rows" VALUES\
+('ü', '2026-11-16 00:00:00.123456+00', 'https://shop.test/1'), \
+('ü', 'infinity', 'https://shop.test/2')"""
     )
     async with rig.reading(table='public."Odd Rows"') as batches:
         await rig.idle(batches)

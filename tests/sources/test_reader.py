@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,12 @@ from penstock.authoring.pipeline import Pipeline
 from penstock.clock import SystemClock
 from penstock.config import files as configuration
 from penstock.errors import SourceDown
+from penstock.fetching.source_client import SourceWeb
 from penstock.intake.accept import Intake
 from penstock.intake.mapping import Mapping
 from penstock.intake.reader import Reader
 from penstock.model import mint
-from penstock.ports import Batch, Finding
+from penstock.ports import Batch, Finding, Transaction
 from penstock.runtime.stores import Stores, open_stores
 from penstock.sources.base import BaseSource, SourceContext
 
@@ -34,9 +35,11 @@ class Pages(BaseSource):
     def __init__(
         self, spec: Any, paths: list[str], *, size: int = 2, endless: bool = False
     ) -> None:
+        config = configuration.load({}, {}, Path.cwd()).config
         super().__init__(
-            spec, SourceContext(None, SystemClock(), random.Random(1), None, Path.cwd())
-        )  # type: ignore[arg-type]
+            spec,
+            SourceContext(config, SystemClock(), random.Random(1), SourceWeb(), Path.cwd()),
+        )
         self.paths, self.size, self.endless, self.acknowledged, self.broken = (
             paths,
             size,
@@ -111,6 +114,15 @@ class Rig:
     def cursor(self) -> bytes | None:
         return self.stores.uow.snapshot(lambda tx: tx.sources.cursor("pages"))
 
+    async def reset(self, cursor: bytes | None) -> None:
+        """Set the position of the source, as `penstock sources reset` does."""
+
+        def work(tx: Transaction) -> None:
+            tx.sources.move_cursor("pages", cursor, 0.0)
+            tx.sources.reset("pages")
+
+        await self.stores.uow.write(work)
+
     @contextlib.asynccontextmanager
     async def reading(self, *readers: Reader) -> AsyncIterator[None]:
         tasks = [asyncio.create_task(r.run()) for r in readers]
@@ -123,8 +135,8 @@ class Rig:
             assert all(isinstance(r, asyncio.CancelledError) for r in results), results
 
 
-@pytest.fixture
-def rig(tmp_path: Path) -> Any:
+@pytest.fixture(name="rig")
+def _rig(tmp_path: Path) -> Iterator[Rig]:
     made = Rig(tmp_path / "state")
     (tmp_path / "state").mkdir()
     made.open()
@@ -172,9 +184,9 @@ async def test_findings_that_are_read_again_after_a_crash_create_no_second_event
     first = Pages(spec(), ["/1", "/2", "/3", "/4"])
     batches = first.read(None)
     batch = await anext(batches)
-    await rig.stores.lifecycle.accept(
-        [rig.reader(first).intake.mapping.event(f) for f in batch.findings]
-    )  # type: ignore[misc]  # accepted, and the cursor is lost
+    events = [rig.reader(first).intake.mapping.event(f) for f in batch.findings]
+    # The events are accepted, and the cursor is lost.
+    await rig.stores.lifecycle.accept([event for event in events if event is not None])
     await batches.aclose()
     assert first.acknowledged == 0
     async with rig.reading(rig.reader(Pages(spec(), ["/1", "/2", "/3", "/4"]))):
@@ -219,12 +231,7 @@ async def test_a_finding_with_a_bad_url_is_one_dead_letter_even_if_it_is_read_tw
     source = Pages(spec(map={"url": "path"}), ["/nowhere", "https://ok.test/"])
     async with rig.reading(rig.reader(source)):
         await until(lambda: rig.cursor() == b"2", "read")
-    await rig.stores.uow.write(
-        lambda tx: (
-            tx.sources.move_cursor("pages", None, 0.0),
-            tx.sources.reset("pages"),
-        )
-    )
+    await rig.reset(None)
     async with rig.reading(
         rig.reader(Pages(spec(map={"url": "path"}), ["/nowhere", "https://ok.test/"]))
     ):
@@ -300,12 +307,7 @@ async def test_a_reset_source_is_read_again_without_second_events(rig: Rig) -> N
     source = Pages(spec(), ["/1", "/2"], endless=True)
     async with rig.reading(rig.reader(source)):
         await until(lambda: rig.cursor() == b"2", "read")
-        await rig.stores.uow.write(
-            lambda tx: (
-                tx.sources.move_cursor("pages", None, 0.0),
-                tx.sources.reset("pages"),
-            )
-        )
+        await rig.reset(None)
         await until(lambda: rig.state().known == 2, "read again")
     assert rig.urls() == ["/1", "/2"]
     assert rig.cursor() == b"2"
@@ -317,12 +319,7 @@ async def test_a_reset_during_a_round_starts_the_next_round_without_waiting(rig:
             async for batch in super().read(cursor):
                 yield batch
             if cursor is None:
-                await rig.stores.uow.write(
-                    lambda tx: (
-                        tx.sources.move_cursor("pages", b"1", 0.0),
-                        tx.sources.reset("pages"),
-                    )
-                )
+                await rig.reset(b"1")
                 self.paths.append("/3")
 
     async with rig.reading(rig.reader(Reset(spec(every=3600), ["/1", "/2"]))):

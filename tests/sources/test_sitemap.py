@@ -36,7 +36,8 @@ def url(loc: str, day: int | None = None, more: str = "") -> str:
 
 
 def index(*locs: str) -> bytes:
-    return f"<sitemapindex>{''.join(f'<sitemap><loc>{loc}</loc></sitemap>' for loc in locs)}</sitemapindex>".encode()
+    entries = "".join(f"<sitemap><loc>{loc}</loc></sitemap>" for loc in locs)
+    return f"<sitemapindex>{entries}</sitemapindex>".encode()
 
 
 # -- parse -----------------------------------------------------------------------------------------
@@ -65,9 +66,12 @@ def test_every_format_gives_the_same_entry(body: bytes) -> None:
 
 
 def test_an_entry_has_the_values_of_its_extensions() -> None:
-    more = """<changefreq>daily</changefreq><priority>0.8</priority><image:image><image:loc>http://cdn.test/a.jpg</image:loc></image:image>
-        <image:image><image:loc>http://cdn.test/b.jpg</image:loc><image:title>B</image:title></image:image>
-        <news:news><news:publication><news:name>The Weir</news:name></news:publication><news:title>Flood &amp; ebb</news:title>
+    more = """<changefreq>daily</changefreq><priority>0.8</priority>\
+<image:image><image:loc>http://cdn.test/a.jpg</image:loc></image:image>
+        <image:image><image:loc>http://cdn.test/b.jpg</image:loc>\
+<image:title>B</image:title></image:image>
+        <news:news><news:publication><news:name>The Weir</news:name></news:publication>\
+<news:title>Flood &amp; ebb</news:title>
         <news:publication_date>2020-01-01T01:00:00+01:00</news:publication_date></news:news>
         <video:video><video:content_loc>http://cdn.test/v.mp4</video:content_loc></video:video>
         <xhtml:link rel="alternate" hreflang="de" href="http://shop.test/de/1"/>"""
@@ -400,11 +404,18 @@ def test_options_select_the_kinds_and_the_number_of_findings(tmp_path: Path) -> 
             site.documents["/sitemap.xml"] = urlset(
                 url(web.url("/p/1"), 1), url(web.url("/p/2"), 1), url("http://elsewhere.test/")
             )
-            async with polled_source(web, "sitemap+http://{}/sitemap.xml", tmp_path, emit=["removed"]) as it, polled_source(
-                web, "sitemap+http://{}/sitemap.xml", tmp_path, first="none"
-            ) as quiet, polled_source(web, "sitemap+http://{}/sitemap.xml", tmp_path, same_site=False) as every, polled_source(
-                web, "sitemap+http://{}/sitemap.xml", tmp_path, max_urls=1
-            ) as few:  # fmt: skip
+            async with (
+                polled_source(
+                    web, "sitemap+http://{}/sitemap.xml", tmp_path, emit=["removed"]
+                ) as it,
+                polled_source(
+                    web, "sitemap+http://{}/sitemap.xml", tmp_path, first="none"
+                ) as quiet,
+                polled_source(
+                    web, "sitemap+http://{}/sitemap.xml", tmp_path, same_site=False
+                ) as every,
+                polled_source(web, "sitemap+http://{}/sitemap.xml", tmp_path, max_urls=1) as few,
+            ):
                 assert await it.round() == await quiet.round() == []
                 assert len(await every.round()) == 3
                 assert changes(await few.round()) == [("new", "1")]

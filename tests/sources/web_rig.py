@@ -22,7 +22,7 @@ class PolledSource:
     """One source and its durable cursor, as the reader keeps them."""
 
     def __init__(self, source: Source, mapping: Mapping) -> None:
-        self.source, self.mapping, self.cursor = source, mapping, None
+        self.source, self.mapping = source, mapping
         self.cursor: bytes | None = None
 
     async def round(self, *, killed_after: int | None = None) -> list[Finding]:

@@ -42,13 +42,17 @@ class PostgresGround(Ground):
         return [
             name
             for (name,) in r.sql(
-                "SELECT relname FROM pg_class WHERE relnamespace=current_schema()::regnamespace AND relkind='r'"
+                "SELECT relname FROM pg_class WHERE relnamespace=current_schema()::regnamespace "
+                "AND relkind='r'"
             )
         ]
 
     def columns(self, r: Rig, table: str) -> list[str]:
         found = r.sql(
-            "SELECT attname FROM pg_attribute WHERE attrelid=?::regclass AND attnum>0 AND NOT attisdropped ORDER BY attnum",
+            (
+                "SELECT attname FROM pg_attribute WHERE attrelid=?::regclass AND attnum>0 "
+                "AND NOT attisdropped ORDER BY attnum"
+            ),
             table,
         )
         return [name for (name,) in found]
@@ -57,10 +61,14 @@ class PostgresGround(Ground):
         noted = {
             tuple(k): counts
             for *k, counts in r.sql(
-                "SELECT grp, prio, key, ARRAY[ready, leased, delayed] FROM keyq WHERE ready+leased+delayed<>0"
+                "SELECT grp, prio, key, ARRAY[ready, leased, delayed] FROM keyq "
+                "WHERE ready+leased+delayed<>0"
             )
         }
-        counted = "ARRAY[count(*) FILTER (WHERE state=0), count(*) FILTER (WHERE state=1), count(*) FILTER (WHERE state=2)]"
+        counted = (
+            "ARRAY[count(*) FILTER (WHERE state=0), count(*) FILTER (WHERE state=1), "
+            "count(*) FILTER (WHERE state=2)]"
+        )
         assert noted == {
             tuple(k): counts
             for *k, counts in r.sql(

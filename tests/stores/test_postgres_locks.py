@@ -76,7 +76,10 @@ class Fleet:
     def cut(self, lock: FleetLock) -> None:
         """Let the server close the connection of the lock, and wait until it is closed."""
         key = lock._key & ((1 << 64) - 1)
-        held = "FROM pg_locks WHERE locktype='advisory' AND objsubid=1 AND classid::bigint=%s AND objid::bigint=%s"
+        held = (
+            "FROM pg_locks WHERE locktype='advisory' AND objsubid=1 AND classid::bigint=%s "
+            "AND objid::bigint=%s"
+        )
         with psycopg.connect(self.url, autocommit=True) as db:
             where = (key >> 32, key & 0xFFFFFFFF)
             assert db.execute(
@@ -98,7 +101,7 @@ def fleet(server: Callable[[str], Handle], tmp_path: Path) -> Iterator[Fleet]:
     made.close()
 
 
-async def until(condition: Callable[[], Any]) -> None:
+async def until(condition: Callable[..., Any]) -> None:
     async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 (another process changes it)
             await asyncio.sleep(0.01)

@@ -16,6 +16,7 @@ from penstock.errors import StoreUnavailable, Unreachable
 from penstock.model import page_id
 from penstock.pages.postgres import PostgresPages
 from penstock.stores.postgres.store import PostgresStore
+from penstock.stores.sql import Tx
 from penstock.stores.sqlite import Database
 from penstock.testing.clock import ManualClock
 
@@ -165,9 +166,11 @@ async def test_a_page_of_a_failed_transaction_can_be_stored_again(rig: Rig) -> N
 async def test_a_damaged_body_raises_an_error_about_its_hash(rig: Rig) -> None:
     (id_,) = await rig.put(b"body")
     for harm in (b"garbage", __import__("zstandard").compress(b"other")):
-        await rig.own.write(
-            lambda tx, harm=harm: tx.execute("UPDATE page_body SET body=?", (harm,))
-        )  # type: ignore[misc]
+
+        def damage(tx: Tx, harm: bytes = harm) -> None:
+            tx.execute("UPDATE page_body SET body=?", (harm,))
+
+        await rig.own.write(damage)
         with pytest.raises(Unreachable, match="hash"):
             await rig.pages.get(id_)
 

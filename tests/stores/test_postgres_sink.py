@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,10 @@ class Place:
         return cursor.fetchall() if cursor.description else []
 
     def types(self) -> dict[str, str]:
-        text = "SELECT column_name, data_type FROM information_schema.columns WHERE table_schema = current_schema() AND table_name = 'products'"
+        text = (
+            "SELECT column_name, data_type FROM information_schema.columns "
+            "WHERE table_schema = current_schema() AND table_name = 'products'"
+        )
         return {name: kind for name, kind in self.sql(text) if not name.startswith("_penstock")}
 
 
@@ -161,8 +165,15 @@ def test_columns_have_the_type_of_their_values_and_every_value_is_kept_exactly(
         ]
     )
     assert place.types() == {
-        "i": "bigint", "f": "double precision", "s": "text", "b": "boolean", "o": "jsonb", "none": "text", "big": "numeric", "mixed": "numeric",
-    }  # fmt: skip
+        "i": "bigint",
+        "f": "double precision",
+        "s": "text",
+        "b": "boolean",
+        "o": "jsonb",
+        "none": "text",
+        "big": "numeric",
+        "mixed": "numeric",
+    }
     sink.write(
         [
             row(3, "c", i="007", f=2**60 + 1, s=12, b="n/a", o="text", big="lots"),
@@ -279,7 +290,8 @@ def test_fields_that_cannot_have_a_column_are_kept_as_json_with_a_notice(place: 
     got = {
         key: json.loads(rest)
         for key, rest in place.sql(
-            "SELECT _penstock_key, _penstock_rest::text FROM products WHERE _penstock_rest IS NOT NULL"
+            "SELECT _penstock_key, _penstock_rest::text FROM products "
+            "WHERE _penstock_rest IS NOT NULL"
         )
     }
     assert got["a"] == {"_penstock_url": 3, "d": 6, "e": 7}
@@ -303,7 +315,8 @@ def test_a_row_wider_than_a_block_is_kept_as_json(place: Place) -> None:
 
 def test_a_users_table_is_filled_by_name_and_refused_values_are_kept_as_json(place: Place) -> None:
     place.sql(
-        "CREATE TABLE products (id serial PRIMARY KEY, price integer, double integer GENERATED ALWAYS AS (price * 2) STORED, day date, code varchar(3))"
+        "CREATE TABLE products (id serial PRIMARY KEY, price integer, double integer "
+        "GENERATED ALWAYS AS (price * 2) STORED, day date, code varchar(3))"
     )
     place.sql("INSERT INTO products (price) VALUES (0)")
     sink = place.sink()
@@ -320,7 +333,8 @@ def test_a_users_table_is_filled_by_name_and_refused_values_are_kept_as_json(pla
     )
     assert rows[:2] == [(0, 0, None, None, None), (2, 4, "2026-11-17", "abc", "a")]
     assert ("yesterday", "abcd") in place.sql(
-        "SELECT _penstock_rest->>'day', _penstock_rest->>'code' FROM products WHERE _penstock_key = 'b'"
+        "SELECT _penstock_rest->>'day', _penstock_rest->>'code' FROM products "
+        "WHERE _penstock_key = 'b'"
     )
     assert place.sql("SELECT price FROM products WHERE _penstock_key = 'c'") == [(4,)]
     assert "refuses some values" in sink.notice
@@ -376,7 +390,8 @@ def test_a_cut_connection_is_an_outage_and_the_batch_can_be_repeated(place: Plac
     mark = sink.open(0, "")
     sink.write([row(1, "a", price=1)])
     place.sql(
-        "SELECT pg_terminate_backend(pid, 60000) FROM pg_stat_activity WHERE application_name = 'penstock' AND pid <> pg_backend_pid()"
+        "SELECT pg_terminate_backend(pid, 60000) FROM pg_stat_activity "
+        "WHERE application_name = 'penstock' AND pid <> pg_backend_pid()"
     )
     with pytest.raises(StoreUnavailable):
         sink.write([row(2, "b", price=2), row(3, "c", new=3)])
@@ -433,7 +448,7 @@ def test_two_workers_can_alternately_add_columns_to_one_table(place: Place) -> N
         store.write_now(sink.prepare_in)
     for n in range(1, 9):
         some = [row(n, "k", **{f"f{n}": n, f"f{n - 1}": n})]
-        stores[n % 2].write_now(lambda tx, sink=sinks[n % 2], some=some: sink.write_in(tx, some))  # type: ignore[misc]
+        stores[n % 2].write_now(partial(sinks[n % 2].write_in, rows=some))
     assert place.sql("SELECT f6, f7, f8 FROM products") == [(None, 8, 8)]
 
 

@@ -14,6 +14,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import msgspec
 import pytest
@@ -57,7 +58,7 @@ class Fleet:
         for claims in self.opened:
             await claims.close()
 
-    def processes(self, script: str, n: int) -> list[list[object]]:
+    def processes(self, script: str, n: int) -> list[list[Any]]:
         """Run `n` processes that start together, and return the JSON that each printed."""
         code = PREAMBLE + script
         started = [
@@ -89,7 +90,8 @@ from penstock.ports import ClaimChange
 from penstock.rules import pace
 from penstock.stores.redis import Server
 url, prefix, me = sys.argv[1:]
-claims = RedisClaims(Server(url, evictable=False), prefix, SystemClock(), pace.Limits(rate=200.0, jitter=0.0), random.Random(1))
+server, limits = Server(url, evictable=False), pace.Limits(rate=200.0, jitter=0.0)
+claims = RedisClaims(server, prefix, SystemClock(), limits, random.Random(1))
 async def main(work):
     await claims.refresh()
     print("ready", flush=True)
@@ -189,7 +191,7 @@ async def work():
     return slots
 asyncio.run(main(work))
 """
-    given = [tuple(pair) for answers in fleet.processes(script, 4) for pair in answers]  # type: ignore[arg-type]
+    given = [tuple(pair) for answers in fleet.processes(script, 4) for pair in answers]
     assert Counter(host for host, _ in given) == {"a.test": 300, "b.test": 100}
     for name in ("a.test", "b.test"):
         slots = sorted(slot for host, slot in given if host == name)
@@ -281,7 +283,7 @@ async def test_a_worker_with_a_wrong_clock_requests_no_host_too_early(
         # Repeat until one round trip was short, because it limits the accuracy of the offset.
         while abs(wrong.clock.offset + by) > 0.05:
             await wrong.refresh()
-        moments = []
+        moments: list[float] = []
         for _ in range(4):
             moments += (await right.reserve({"a.test": 1}))["a.test"]
             moments += [slot - by for slot in (await wrong.reserve({"a.test": 1}))["a.test"]]
@@ -353,8 +355,10 @@ async def test_exceptions_keep_their_reasons_and_are_ended_instead_of_deleted(fl
         ]
         every = hosts.exceptions(ended=True)
         assert [(e.host, e.reason, e.ended is None) for e in every] == [
-            ("b.test", "just once", False), ("a.test", "ours indeed", True), ("a.test", "ours", False),
-        ]  # fmt: skip
+            ("b.test", "just once", False),
+            ("a.test", "ours indeed", True),
+            ("a.test", "ours", False),
+        ]
         assert [e.reason for e in hosts.exceptions(["b.test"], ended=True)] == ["just once"]
         assert obey_robots(hosts, "a.test")
         assert not obey_robots(hosts, "a.test")

@@ -25,7 +25,10 @@ from penstock.stores.sql import Tx
 from penstock.testing.clock import ManualClock
 
 pytestmark = pytest.mark.server("postgres")
-SCHEMA = "CREATE TABLE pot(name TEXT PRIMARY KEY, n INTEGER NOT NULL) WITHOUT ROWID; CREATE TABLE note(n INTEGER PRIMARY KEY AUTOINCREMENT, body BLOB);"
+SCHEMA = (
+    "CREATE TABLE pot(name TEXT PRIMARY KEY, n INTEGER NOT NULL) WITHOUT ROWID; "
+    "CREATE TABLE note(n INTEGER PRIMARY KEY AUTOINCREMENT, body BLOB);"
+)
 Server = Callable[[str], Handle]
 
 
@@ -314,7 +317,8 @@ async def test_a_connection_that_was_cut_while_idle_is_replaced_without_an_error
     await store.write(put("a"))
     await store.read(pots)
     place.ask(
-        "SELECT pg_terminate_backend(pid, 60000) FROM pg_stat_activity WHERE application_name='penstock'"
+        "SELECT pg_terminate_backend(pid, 60000) FROM pg_stat_activity "
+        "WHERE application_name='penstock'"
     )
     await store.write(put("a"))
     assert await store.read(pots) == {"a": 2}
@@ -325,7 +329,10 @@ def test_a_killed_server_ends_its_queries_and_can_be_started_again(
 ) -> None:
     handle, active = (
         server("postgres"),
-        "SELECT 1 FROM pg_stat_activity WHERE state='active' AND query LIKE '%generate_series(1, 200000000)'",
+        (
+            "SELECT 1 FROM pg_stat_activity WHERE state='active' "
+            "AND query LIKE '%generate_series(1, 200000000)'"
+        ),
     )
     with (
         psycopg.connect(handle.url, autocommit=True) as busy,
@@ -345,8 +352,11 @@ async def test_a_commit_whose_answer_was_lost_raises_store_unavailable(place: Pl
     """The connection is cut during the commit, so the store does not know if it was committed."""
     store = place.open()
     place.ask(
-        "CREATE FUNCTION cut() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN PERFORM pg_terminate_backend(pg_backend_pid()); RETURN NULL; END$$;"
-        " CREATE CONSTRAINT TRIGGER cut AFTER INSERT ON pot DEFERRABLE INITIALLY DEFERRED FOR EACH ROW WHEN (NEW.name='cut') EXECUTE FUNCTION cut()"
+        "CREATE FUNCTION cut() "
+        "RETURNS trigger LANGUAGE plpgsql AS $$BEGIN PERFORM "
+        "pg_terminate_backend(pg_backend_pid()); RETURN NULL; END$$;"
+        " CREATE CONSTRAINT TRIGGER cut AFTER INSERT ON pot DEFERRABLE INITIALLY DEFERRED "
+        "FOR EACH ROW WHEN (NEW.name='cut') EXECUTE FUNCTION cut()"
     )
     await store.write(put("a"))
     with pytest.raises(StoreUnavailable):
@@ -361,7 +371,8 @@ def test_sessions_have_an_idle_transaction_timeout_and_a_lock_timeout(place: Pla
     assert store.read_now(
         lambda tx: (
             tx.execute(
-                "SELECT current_setting('idle_in_transaction_session_timeout'), current_setting('lock_timeout')"
+                "SELECT current_setting('idle_in_transaction_session_timeout'), "
+                "current_setting('lock_timeout')"
             ).get
         )
     ) == (
@@ -459,7 +470,10 @@ def weeks(place: Place) -> dict[str, int]:
     names = [
         name
         for (name,) in place.ask(
-            "SELECT relname::text FROM pg_class WHERE relname ~ '^history_(w[0-9]+|rest)$' AND relkind='r'"
+            (
+                "SELECT relname::text FROM pg_class WHERE relname ~ '^history_(w[0-9]+|rest)$' "
+                "AND relkind='r'"
+            )
             + _HERE
         )
     ]
@@ -476,7 +490,10 @@ def test_history_is_removed_by_whole_weeks_and_needed_rows_are_kept(place: Place
 
     def note(tx: Tx, n: int, status: str) -> None:
         tx.execute(
-            "INSERT INTO event(n, id, topic, source, trace, url, url_key, host, status, accepted_at, finished_at) VALUES(?,?,'t','s','t','u',?,'h',?,?,?)",
+            (
+                "INSERT INTO event(n, id, topic, source, trace, url, url_key, host, status, "
+                "accepted_at, finished_at) VALUES(?,?,'t','s','t','u',?,'h',?,?,?)"
+            ),
             (n, str(n), b"", status, clock.now(), clock.now()),
         )
         SqlEventMaintenance(tx, ledger).note(n, status, "", clock.now())

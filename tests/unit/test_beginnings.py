@@ -15,8 +15,9 @@ from penstock.authoring.selectors import FORGETTING, parse
 UTF8 = "text/html; charset=utf-8"
 TAGS = re.findall(
     r"\S+",
-    """div p span a b i em nobr h1 ul li table caption tbody tr td th select option button form template svg math foreignObject title script style
-    textarea noscript dl dd dt br img hr input main section article pre center ruby rt object marquee desc mi annotation-xml label""",
+    """div p span a b i em nobr h1 ul li table caption tbody tr td th select option button form
+    template svg math foreignObject title script style textarea noscript dl dd dt br img hr input
+    main section article pre center ruby rt object marquee desc mi annotation-xml label""",
 )
 ODD = [
     "<!-- c > c -->",
@@ -31,9 +32,32 @@ ODD = [
     "<head>",
 ]
 SELECTORS = [
-    ".x", "p.x::text", ".y::attr(d)", "div .x", "div > .x::text", "b > p", "p, .z", "td.x", "b .y", "span::text", "a.z::attr(d)", "ul li", "h1 + p",
-    "h1 ~ .x", "table .x", "[d]", "a", "select", "option::text", "svg .x", "* > .y::text", "tr", "div[d] .x, b .z", "div div::attr(d)", "li:first-child",
-]  # fmt: skip
+    ".x",
+    "p.x::text",
+    ".y::attr(d)",
+    "div .x",
+    "div > .x::text",
+    "b > p",
+    "p, .z",
+    "td.x",
+    "b .y",
+    "span::text",
+    "a.z::attr(d)",
+    "ul li",
+    "h1 + p",
+    "h1 ~ .x",
+    "table .x",
+    "[d]",
+    "a",
+    "select",
+    "option::text",
+    "svg .x",
+    "* > .y::text",
+    "tr",
+    "div[d] .x, b .z",
+    "div div::attr(d)",
+    "li:first-child",
+]
 
 
 def soup(rng: random.Random, pieces: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def test_every_error_has_its_exit_code_and_message(
         raise raised
 
     monkeypatch.setattr(cli, "_dispatch", fail)
-    monkeypatch.setattr(cli.os, "dup2", lambda *_: None)  # pytest owns stdout
+    monkeypatch.setattr(os, "dup2", lambda *_: None)  # pytest owns stdout
     assert cli.main(["status"]) == code
     assert capfd.readouterr().err == expected
 

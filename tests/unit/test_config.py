@@ -164,7 +164,7 @@ def test_a_file_named_by_option_or_variable_replaces_penstock_toml(
 ) -> None:
     (tmp_path / "other.toml").write_text('lease = "5m"')
     for place in ({"cli": {"config": "other.toml"}}, {"env": {"PENSTOCK_CONFIG": "other.toml"}}):
-        found = loaded(tmp_path, toml='grace = "1m"', **place)  # type: ignore[arg-type]
+        found = loaded(tmp_path, toml='grace = "1m"', **place)
         assert (found.config.lease, found.config.grace, found.file) == (
             300,
             25,
@@ -292,7 +292,8 @@ def test_a_wrong_type_names_the_path_and_gives_an_example(tmp_path: Path) -> Non
 def test_an_invalid_variable_is_named_with_its_option(tmp_path: Path) -> None:
     error = refused(tmp_path, env={"PENSTOCK_LEASE": "soon"})
     assert error.message.startswith(
-        'lease (PENSTOCK_LEASE): expected a duration of at least 1s and at most 12h (500ms, 30s, 5m, 1h, 2d), got "soon"'
+        "lease (PENSTOCK_LEASE): expected a duration of at least 1s and at most 12h (500ms, 30s, "
+        '5m, 1h, 2d), got "soon"'
     )
     assert error.hint == "PENSTOCK_LEASE=30s"
 
@@ -351,7 +352,10 @@ def test_an_invalid_variable_is_named_with_its_option(tmp_path: Path) -> None:
         ('robots = "obay"', 'robots: expected "obey" or "ignore", got "obay"', 'robots = "obey"'),
         (
             '[retry]\nbase = "1h"',
-            "retry.base: the first back-off is longer than the longest (retry.base = 1h, retry.max = 15m)",
+            (
+                "retry.base: the first back-off is longer than the longest (retry.base = 1h, "
+                "retry.max = 15m)"
+            ),
             "set retry.max as well",
         ),
         (

@@ -1,4 +1,4 @@
-"""Options of URLs and pipelines: unknown names, values that cannot be read, and `env:` references."""
+"""Options of URLs and pipelines: unknown names, unreadable values and `env:` references."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from penstock import Page, Pipeline
 
 shop = Pipeline("shop")
 
-@shop.extract(match="*/product/*", version=1, key="sku")   # glob on the URL; no match: every page; no key: the page's URL
+@shop.extract(match="*/product/*", version=1, key="sku")
 def product(page: Page):
     yield {
         "sku": page.css("[data-sku]::attr(data-sku)").get(),
@@ -45,8 +45,10 @@ price = { css = [".price::text", "[data-price]::attr(data-price)"], as = "decima
 [[sink]]
 url = "jsonl:products.jsonl"
 """
-HTML = b"""<!doctype html><body data-price="20.00"><h1>Oak lamp</h1><div data-sku="L-7">In stock</div><span class="price">19.90</span>
-<a class="related" href="/product/8">8</a><a class="related" href="9#x">9</a><a href="/no">no</a></body>"""
+HTML = b"""<!doctype html><body data-price="20.00"><h1>Oak lamp</h1>\
+<div data-sku="L-7">In stock</div><span class="price">19.90</span>
+<a class="related" href="/product/8">8</a><a class="related" href="9#x">9</a>\
+<a href="/no">no</a></body>"""
 URL = "https://shop.test/product/7"
 
 
@@ -117,12 +119,22 @@ def test_a_field_is_found_transformed_or_missing(field: str, html: str, expected
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("19.90", "19.90"), ("$1,299.00", "1299.00"), ("1.299,00 €", "1299.00"), ("1 299,50 Kč", "1299.50"), ("1&nbsp;299,50", "1299.50"),
+        ("19.90", "19.90"),
+        ("$1,299.00", "1299.00"),
+        ("1.299,00 €", "1299.00"),
+        ("1 299,50 Kč", "1299.50"),
+        ("1&nbsp;299,50", "1299.50"),
         ("CHF 1'299.-", "1299"),
-        ("1,299", "1299"), ("12,5", "12.5"), ("1.234.567", "1234567"), ("-5", "-5"), ("−5,25", "-5.25"), (".5", "0.5"), ("EUR 7", "7"),
+        ("1,299", "1299"),
+        ("12,5", "12.5"),
+        ("1.234.567", "1234567"),
+        ("-5", "-5"),
+        ("−5,25", "-5.25"),
+        (".5", "0.5"),
+        ("EUR 7", "7"),
         ("1,234,567.8", "1234567.8"),
     ],
-)  # fmt: skip
+)
 def test_prices_are_read_in_common_notations(text: str, expected: str) -> None:
     assert read('{css="b", as="decimal"}', f"<b>{text}</b>") == expected
 
@@ -140,7 +152,11 @@ def test_a_required_field_that_is_missing_is_an_error() -> None:
     )
 
 
-LD = '<script type="application/ld+json">[{"@type":"Org","name":"o"},{"@type":["Product","X"],"name":"p","offers":[{"price":1.5},{"price":2}]}]</script>'
+LD = (
+    "<script "
+    'type="application/ld+json">[{"@type":"Org","name":"o"},{"@type":["Product","X"],'
+    '"name":"p","offers":[{"price":1.5},{"price":2}]}]</script>'
+)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +256,10 @@ def test_an_error_names_the_path_of_the_invalid_value(toml: str, expected_messag
 
 
 def test_sinks_and_sources_are_recorded() -> None:
-    toml = '[pipeline]\nname = "p"\n[[sink]]\nurl = "csv:a.csv"\ncolumns = ["a"]\n[[source]]\nurl = "feed:x"\nevery = "1m"\nroute = {geo = "de"}\n'
+    toml = (
+        '[pipeline]\nname = "p"\n[[sink]]\nurl = "csv:a.csv"\ncolumns = ["a"]\n[[source]]\n'
+        'url = "feed:x"\nevery = "1m"\nroute = {geo = "de"}\n'
+    )
     pipeline = compile_toml(toml.encode(), "p.toml")
     assert pipeline.sinks[0].options == {"columns": ["a"]}
     assert (pipeline.sources[0].every, pipeline.sources[0].route.geo) == (60.0, "de")

@@ -127,7 +127,7 @@ def _gigabyte(name: str) -> bytes:
         return gzip.compress(b"")[:10] + piece * 1024
     if name == "br":
         b = brotli.Compressor(quality=1)
-        return b"".join(b.process(block) for _ in range(1024)) + b.finish()
+        return b"".join([*(b.process(block) for _ in range(1024)), b.finish()])
     z = zstandard.ZstdCompressor(level=1).compressobj()
     return b"".join(z.compress(block) for _ in range(1024)) + z.flush()
 

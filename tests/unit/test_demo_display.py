@@ -23,25 +23,51 @@ from penstock.demo.display import (
 
 SHOP = "http://127.0.0.1:41234"
 QUIET = Snapshot(
-    elapsed=0.3, total=20, address=SHOP, sources=(Source("seed list", 0, None), Source("change list", 0, None), Source("links followed", 0, None)),
+    elapsed=0.3,
+    total=20,
+    address=SHOP,
+    sources=(
+        Source("seed list", 0, None),
+        Source("change list", 0, None),
+        Source("links followed", 0, None),
+    ),
     hosts=(Host("127.0.0.1:41234", 0, 5), Host("127.0.0.1:41235", 0, 5)),
-)  # fmt: skip
+)
 BUSY = replace(
-    QUIET, elapsed=14.2, counts=Counts(pending=9, in_flight=2, delayed=2, success=41, duplicate=1, dead=1),
-    sources=(Source("seed list", 18, 13.2), Source("change list", 7, 0.3), Source("links followed", 31, 4.0)),
+    QUIET,
+    elapsed=14.2,
+    counts=Counts(pending=9, in_flight=2, delayed=2, success=41, duplicate=1, dead=1),
+    sources=(
+        Source("seed list", 18, 13.2),
+        Source("change list", 7, 0.3),
+        Source("links followed", 31, 4.0),
+    ),
     hosts=(Host("127.0.0.1:41234", 4.8, 5), Host("127.0.0.1:41235", 0.1, 5, blocked=2.13)),
     waiting=(
         Waiting(SHOP + "/product/santoku-knife-17-cm", "window of 5 s", 3.8),
         Waiting("http://127.0.0.1:41235/product/founders-kettle", "429, Retry-After 3 s", 2.1),
     ),
-    records=40, changes=5, unchanged=3,
-    moved=(FieldChange("b", "Santoku Knife 17 cm", "price", "81.49", "71.99"), FieldChange("a", "Dimmable Bulb 2700 K", "price", "8.99", "8.39")),
-    dead=(DeadPage(SHOP + "/product/mystery-box", "empty key: field 'sku' is empty"),), p50=0.212, p95=1.43,
-)  # fmt: skip
+    records=40,
+    changes=5,
+    unchanged=3,
+    moved=(
+        FieldChange("b", "Santoku Knife 17 cm", "price", "81.49", "71.99"),
+        FieldChange("a", "Dimmable Bulb 2700 K", "price", "8.99", "8.39"),
+    ),
+    dead=(DeadPage(SHOP + "/product/mystery-box", "empty key: field 'sku' is empty"),),
+    p50=0.212,
+    p95=1.43,
+)
 FLOODED = replace(
-    BUSY, counts=Counts(pending=10**6, success=10**7, delayed=500, dead=300), waiting=BUSY.waiting * 250, moved=BUSY.moved * 50, dead=BUSY.dead * 300,
-    empty=12, notice="the shop was redesigned", total=None,
-)  # fmt: skip
+    BUSY,
+    counts=Counts(pending=10**6, success=10**7, delayed=500, dead=300),
+    waiting=BUSY.waiting * 250,
+    moved=BUSY.moved * 50,
+    dead=BUSY.dead * 300,
+    empty=12,
+    notice="the shop was redesigned",
+    total=None,
+)
 
 
 def drawn(snapshot: Snapshot, width: int) -> list[str]:
@@ -70,10 +96,25 @@ def test_the_display_fits_a_terminal_of_80_by_24() -> None:
 def test_all_figures_of_the_demo_are_displayed(width: int) -> None:
     text = "\n".join(drawn(BUSY, width))
     for shown in (
-        "0:14 of 0:20", SHOP, "56 accepted", "seed list", "13 s ago", "change list", "just now", "4.8 of 5", "asked to wait 2.1 s",
-        "40 rows · 5 changes · 3 unchanged · 0 empty · 0 unmatched", "Santoku Knife 17 cm", "81.49 → 71.99", "p50 212 ms", "p95 1.4 s",
-        "/product/founders-kettle", "429, Retry-After 3 s", "/product/mystery-box", "empty key: field 'sku' is empty",
-    ):  # fmt: skip
+        "0:14 of 0:20",
+        SHOP,
+        "56 accepted",
+        "seed list",
+        "13 s ago",
+        "change list",
+        "just now",
+        "4.8 of 5",
+        "asked to wait 2.1 s",
+        "40 rows · 5 changes · 3 unchanged · 0 empty · 0 unmatched",
+        "Santoku Knife 17 cm",
+        "81.49 → 71.99",
+        "p50 212 ms",
+        "p95 1.4 s",
+        "/product/founders-kettle",
+        "429, Retry-After 3 s",
+        "/product/mystery-box",
+        "empty key: field 'sku' is empty",
+    ):
         assert shown in text
 
 
@@ -141,9 +182,15 @@ def test_only_the_status_of_a_row_is_coloured() -> None:
 )
 def test_scraped_text_cannot_move_the_cursor_or_break_the_layout(hostile: str) -> None:
     nasty = replace(
-        BUSY, waiting=(Waiting(hostile, hostile, 1.0),), moved=(FieldChange("1", hostile, hostile, hostile, hostile),), dead=(DeadPage(hostile, hostile),),
-        sources=(Source(hostile, 1, 1), Source("b", 1, 1), Source("c", 1, 1)), hosts=(Host(hostile, 1, 1), Host("b", 1, None)), breaker=hostile, notice=hostile,
-    )  # fmt: skip
+        BUSY,
+        waiting=(Waiting(hostile, hostile, 1.0),),
+        moved=(FieldChange("1", hostile, hostile, hostile, hostile),),
+        dead=(DeadPage(hostile, hostile),),
+        sources=(Source(hostile, 1, 1), Source("b", 1, 1), Source("c", 1, 1)),
+        hosts=(Host(hostile, 1, 1), Host("b", 1, None)),
+        breaker=hostile,
+        notice=hostile,
+    )
     lines = drawn(nasty, 80)
     assert len(lines) == len(drawn(BUSY, 80))
     assert max(cell_len(line) for line in lines) <= 80

@@ -249,7 +249,7 @@ def test_feed_sitemap_and_api_show_the_changes_and_keep_their_etag_otherwise(
     assert len({i.findtext("guid") for i in items}) == len(made)
     space = {"s": "http://www.sitemaps.org/schemas/sitemap/0.9"}
     index = ElementTree.fromstring(get(shop, "http://shop.example/sitemap.xml").body)
-    modified = {}
+    modified: dict[str, str] = {}
     for loc in index.iterfind("s:sitemap/s:loc", space):
         body = get(shop, loc.text or "").body
         part = ElementTree.fromstring(

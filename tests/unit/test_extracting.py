@@ -90,9 +90,8 @@ def test_values_without_a_json_type_are_written_as_text_in_field_order() -> None
             }
         )
     )
-    assert (
-        out.records[0].fields
-        == b'{"z":"2026-01-02T00:00:00Z","a":"00000000-0000-0000-0000-000000000007",'
+    assert out.records[0].fields == (
+        b'{"z":"2026-01-02T00:00:00Z","a":"00000000-0000-0000-0000-000000000007",'
         b'"d":"0.10","s":["a","b"],"n":{"k":[null,true,1.5]}}'
     )
 

@@ -64,7 +64,8 @@ class TableOutbox:
         )  # the tests kill processes and do not cut the power
         with self.db:
             self.db.execute(
-                "CREATE TABLE IF NOT EXISTS outbox (n INTEGER PRIMARY KEY AUTOINCREMENT, key, body, ord)"
+                "CREATE TABLE IF NOT EXISTS outbox (n INTEGER PRIMARY KEY AUTOINCREMENT, key, "
+                "body, ord)"
             )
             self.db.execute("CREATE TABLE IF NOT EXISTS noted (sink PRIMARY KEY, n, mark)")
 
@@ -76,11 +77,20 @@ class TableOutbox:
             )
 
     async def read(self, work: Callable[[Any], T]) -> T:
-        return work(self.tx)
+        return self.snapshot(work)
 
-    async def write(self, work: Callable[[Any], T], *, durability: Durability) -> T:
+    async def write(
+        self, work: Callable[[Any], T], *, durability: Durability = Durability.CONFIGURED
+    ) -> T:
+        return self.write_now(work)
+
+    def write_now(self, work: Callable[[Any], T]) -> T:
         with self.db:
-            return work(self.tx)
+            result = work(self.tx)
+        return result
+
+    def snapshot(self, work: Callable[[Any], T]) -> T:
+        return work(self.tx)
 
     def position(self, sink: str) -> tuple[int, str]:
         found = self.db.execute("SELECT n, mark FROM noted WHERE sink = ?", (sink,)).get
@@ -482,7 +492,9 @@ async def test_a_ledger_outage_repeats_the_batch_without_duplicate_rows(tmp_path
                 if not self.answer_lost:
                     raise StoreUnavailable("the ledger is away")
 
-        async def write(self, work: Callable[[Any], T], *, durability: Durability) -> T:
+        async def write(
+            self, work: Callable[[Any], T], *, durability: Durability = Durability.CONFIGURED
+        ) -> T:
             result = await super().write(work, durability=durability)
             if self.answer_lost:  # committed, but the flusher gets an error
                 self.answer_lost = False

@@ -8,6 +8,7 @@ import asyncio
 import ipaddress
 import socket
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,19 +19,23 @@ from penstock.model import ErrorClass, Failure
 from penstock.net.guard import Allow, Guard, Target, is_own, is_public, parse_allow
 
 SPECIAL_V4 = """
-    0.0.0.0/8 10.0.0.0/8 100.64.0.0/10 127.0.0.0/8 169.254.0.0/16 172.16.0.0/12 192.0.0.0/24 192.0.2.0/24 192.31.196.0/24 192.52.193.0/24
-    192.88.99.0/24 192.168.0.0/16 192.175.48.0/24 198.18.0.0/15 198.51.100.0/24 203.0.113.0/24 224.0.0.0/4 240.0.0.0/4 255.255.255.255/32
+    0.0.0.0/8 10.0.0.0/8 100.64.0.0/10 127.0.0.0/8 169.254.0.0/16 172.16.0.0/12 192.0.0.0/24
+    192.0.2.0/24 192.31.196.0/24 192.52.193.0/24 192.88.99.0/24 192.168.0.0/16 192.175.48.0/24
+    198.18.0.0/15 198.51.100.0/24 203.0.113.0/24 224.0.0.0/4 240.0.0.0/4 255.255.255.255/32
     168.63.129.16/32
 """.split()
 SPECIAL_V6 = """
-    ::/128 ::1/128 ::ffff:0:0/96 ::/96 ::ffff:0:0:0/96 64:ff9b::/96 64:ff9b:1::/48 100::/64 100:0:0:1::/64 2001::/23 2001::/32 2001:2::/48
-    2001:10::/28 2001:20::/28 2001:db8::/32 2002::/16 2620:4f:8000::/48 3fff::/20 5f00::/16 4000::/3 8000::/1 fc00::/7 fd00:ec2::254/128
+    ::/128 ::1/128 ::ffff:0:0/96 ::/96 ::ffff:0:0:0/96 64:ff9b::/96 64:ff9b:1::/48 100::/64
+    100:0:0:1::/64 2001::/23 2001::/32 2001:2::/48 2001:10::/28 2001:20::/28 2001:db8::/32
+    2002::/16 2620:4f:8000::/48 3fff::/20 5f00::/16 4000::/3 8000::/1 fc00::/7 fd00:ec2::254/128
     fe80::/10 fec0::/10 ff00::/8
 """.split()
 PUBLIC = """
-    1.1.1.1 8.8.8.8 9.255.255.255 11.0.0.0 100.63.255.255 100.128.0.0 126.255.255.255 128.0.0.0 169.253.255.255 169.255.0.0 172.15.255.255
-    172.32.0.0 192.0.1.0 192.0.3.0 192.167.255.255 192.169.0.0 198.17.255.255 198.20.0.0 203.0.112.255 203.0.114.0 223.255.255.255 168.63.129.15
-    168.63.129.17 2606:4700:4700::1111 2a00:1450:4001:81b::200e 2001:200::1 2001:4860:4860::8888 2003::1 2620:4f:7fff::1 2400:cb00::1
+    1.1.1.1 8.8.8.8 9.255.255.255 11.0.0.0 100.63.255.255 100.128.0.0 126.255.255.255 128.0.0.0
+    169.253.255.255 169.255.0.0 172.15.255.255 172.32.0.0 192.0.1.0 192.0.3.0 192.167.255.255
+    192.169.0.0 198.17.255.255 198.20.0.0 203.0.112.255 203.0.114.0 223.255.255.255 168.63.129.15
+    168.63.129.17 2606:4700:4700::1111 2a00:1450:4001:81b::200e 2001:200::1 2001:4860:4860::8888
+    2003::1 2620:4f:7fff::1 2400:cb00::1
 """.split()
 
 
@@ -92,7 +97,10 @@ def test_an_ipv4_address_inside_an_ipv6_one_is_refused_in_every_form(
 GARBAGE = [
     "",
     "8.8.8.8 ",
-    *"1 1.2.3 08.8.8.8 0x8.8.8.8 8.8.8.8/32 [2606:4700::1] 2606:4700::1%eth0 ８.8.8.8 example.com".split(),
+    *(
+        "1 1.2.3 08.8.8.8 0x8.8.8.8 8.8.8.8/32 [2606:4700::1] 2606:4700::1%eth0 ８.8.8.8 "
+        "example.com"
+    ).split(),
 ]
 
 
@@ -107,16 +115,18 @@ def test_a_text_that_is_not_an_address_is_not_public(text: str) -> None:
 def test_an_address_with_a_zone_id_and_a_value_of_another_type_are_not_public() -> None:
     assert not is_public("2606:4700::1%1")
     assert not is_public(ipaddress.ip_address("2606:4700::1%eth0"))
-    assert not is_public(134744072)  # type: ignore[arg-type]
-    assert not is_public(b"\x08\x08\x08\x08")  # type: ignore[arg-type]
-    assert not is_public(None)  # type: ignore[arg-type]
+    not_texts: list[Any] = [134744072, b"\x08\x08\x08\x08", None]
+    for address in not_texts:
+        assert not is_public(address)
 
 
 LOOPBACK_SPELLINGS = """
-    127.0.0.1 127.1 127.0.1 0x7f.1 0x7f.0x0.0x0.0x1 0x7f000001 0X7F000001 017700000001 0177.0.0.1 0177.1 2130706433 127.0.0.1. １２７.０.０.１
-    ①②⑦.0.0.1 127。0。0。1 127．0．0．1 %31%32%37.0.0.1 %31%32%37%2e0%2e0%2e1 0 0x0 0.0.0.0 [::1] [::] [0:0:0:0:0:0:0:1] [::ffff:127.0.0.1]
-    [::ffff:7f00:1] [::127.0.0.1] [64:ff9b::127.0.0.1] [64:ff9b:1::7f00:1] [2002:7f00:1::] [2001:0:7f00:1::] [fe80::1] [fe80::5efe:127.0.0.1]
-    [fd00:ec2::254] 169.254.169.254 0xa9fea9fe 2852039166 0251.0376.0251.0376 [::ffff:a9fe:a9fe] 10.0.0.1 0xa.1 012.1 192.168.0.1 0xc0a80001
+    127.0.0.1 127.1 127.0.1 0x7f.1 0x7f.0x0.0x0.0x1 0x7f000001 0X7F000001 017700000001 0177.0.0.1
+    0177.1 2130706433 127.0.0.1. １２７.０.０.１ ①②⑦.0.0.1 127。0。0。1 127．0．0．1 %31%32%37.0.0.1
+    %31%32%37%2e0%2e0%2e1 0 0x0 0.0.0.0 [::1] [::] [0:0:0:0:0:0:0:1] [::ffff:127.0.0.1]
+    [::ffff:7f00:1] [::127.0.0.1] [64:ff9b::127.0.0.1] [64:ff9b:1::7f00:1] [2002:7f00:1::]
+    [2001:0:7f00:1::] [fe80::1] [fe80::5efe:127.0.0.1] [fd00:ec2::254] 169.254.169.254 0xa9fea9fe
+    2852039166 0251.0376.0251.0376 [::ffff:a9fe:a9fe] 10.0.0.1 0xa.1 012.1 192.168.0.1 0xc0a80001
     172.16.0.1 172.31.255.255 100.100.100.200 192.0.0.192 168.63.129.16 255.255.255.255 224.0.0.1
 """.split()
 
@@ -138,8 +148,10 @@ def test_a_private_address_is_refused_in_every_spelling(host: str) -> None:
 
 
 NO_PLAIN_URL = """
-    http://u:p4ss@8.8.8.8/ http://8.8.8.8:p4ss@example.com/ ftp://8.8.8.8/ file:///etc/passwd gopher://8.8.8.8:70/ http:// x http://a..b/
-    http://aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa.com/ http://a*b/ http://[::1%25lo]/ http://1.2.3.256/ data:,p4ss
+    http://u:p4ss@8.8.8.8/ http://8.8.8.8:p4ss@example.com/ ftp://8.8.8.8/ file:///etc/passwd
+    gopher://8.8.8.8:70/ http:// x http://a..b/
+    http://aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa.com/ http://a*b/
+    http://[::1%25lo]/ http://1.2.3.256/ data:,p4ss
 """.split()
 
 
@@ -184,8 +196,9 @@ def test_the_allow_list_reads_addresses_networks_names_and_any_port() -> None:
 NOT_EXACT = [
     "a b:80",
     *"""
-    127.0.0.1 [::1] ::1:80:x 127.0.0.1: :80 127.0.0.1:0 127.0.0.1:65536 127.0.0.1:http 10.0.0.1/8:80 10.0.0.0/33:80 u@h:80 [10.0.0.1]:80 *:80
-    [fe80::1%lo]:80 h/x:80 127.0.0.1:８０ 127.0.0.1:-1
+    127.0.0.1 [::1] ::1:80:x 127.0.0.1: :80 127.0.0.1:0 127.0.0.1:65536 127.0.0.1:http
+    10.0.0.1/8:80 10.0.0.0/33:80 u@h:80 [10.0.0.1]:80 *:80 [fe80::1%lo]:80 h/x:80 127.0.0.1:８０
+    127.0.0.1:-1
 """.split(),
 ]
 
@@ -205,8 +218,15 @@ def test_an_allowed_private_address_is_allowed_on_that_port_only() -> None:
     assert guard.check_url("http://0x7f.1:8000/x").ip == "127.0.0.1"
     assert guard.check_url("https://10.1.2.3/").ip == "10.1.2.3"
     assert guard.check_url("http://[::1]:9000/").ip == "::1"
-    for url in ("http://127.0.0.1/", "http://127.0.0.1:8001/", "http://127.0.0.2:8000/", "http://10.1.2.3/", "https://11.0.0.1:9000/", "http://[::1]:8000/",
-                "http://[::ffff:127.0.0.1]:8000/"):  # fmt: skip
+    for url in (
+        "http://127.0.0.1/",
+        "http://127.0.0.1:8001/",
+        "http://127.0.0.2:8000/",
+        "http://10.1.2.3/",
+        "https://11.0.0.1:9000/",
+        "http://[::1]:8000/",
+        "http://[::ffff:127.0.0.1]:8000/",
+    ):
         assert refusal(guard, url).reason.startswith("forbidden address: ")
 
 
@@ -234,8 +254,8 @@ def outcome(guard: Guard, url: str) -> Target | Failure:
         return failure
 
 
-def guarded(names: Names, allow: str = "", **options: object) -> Guard:
-    return Guard(parse_allow(allow), resolver=names, own=lambda ip: ip == "203.0.114.9", **options)  # type: ignore[arg-type]
+def guarded(names: Names, allow: str = "", **options: Any) -> Guard:
+    return Guard(parse_allow(allow), resolver=names, own=lambda ip: ip == "203.0.114.9", **options)
 
 
 @pytest.mark.parametrize(

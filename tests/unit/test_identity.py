@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import ada_url
 import pytest
 from hypothesis import example, given
@@ -194,7 +196,7 @@ def test_the_host_key_and_origin_of_a_url_are_those_of_its_canonical_form(url: s
         assert origin(url) == origin(canonical)
         assert authority(url) == authority(canonical)
         for by in ("host", "domain"):
-            assert host_key(url, by) == host_key(canonical, by)  # type: ignore[arg-type]
+            assert host_key(url, by) == host_key(canonical, by)
         assert canonical.startswith(origin(url) + "/")
 
 
@@ -208,8 +210,8 @@ pairs = st.lists(st.tuples(names, st.integers(0, 9).map(str)), max_size=5, uniqu
     st.sampled_from(["utm_source=1", "UTM_Medium=x", "gclid=abc", "fbclid", "%75tm_term=2", ""]),
 )
 def test_spellings_of_one_url_have_the_same_key(
-    query: list[tuple[str, str]], random, noise: str
-) -> None:  # type: ignore[no-untyped-def]
+    query: list[tuple[str, str]], random: Random, noise: str
+) -> None:
     plain = "http://shop.test/p/~a" + (
         "?" + "&".join(f"{k}={v}" for k, v in query) if query else ""
     )

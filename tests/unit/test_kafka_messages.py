@@ -43,13 +43,27 @@ def envelope(op: str = "c", *, lsn: int | None = 24023128, **row: Any) -> dict[s
         "before": full if op == "d" else None,
         "after": None if op in "dt" else full,
         "source": {
-            "version": "3.6.0.Final", "connector": "postgresql", "name": "shop", "ts_ms": 1763265500123, "db": "shop",
+            "version": "3.6.0.Final",
+            "connector": "postgresql",
+            "name": "shop",
+            "ts_ms": 1763265500123,
+            "db": "shop",
             "snapshot": "true" if op == "r" else "false",
-            "sequence": '["24023119","24023128"]', "ts_us": 1763265500123000, "ts_ns": 1763265500123000000, "schema": "public", "table": "products",
-            "txId": 555, "lsn": lsn, "xmin": None,
+            "sequence": '["24023119","24023128"]',
+            "ts_us": 1763265500123000,
+            "ts_ns": 1763265500123000000,
+            "schema": "public",
+            "table": "products",
+            "txId": 555,
+            "lsn": lsn,
+            "xmin": None,
         },
-        "transaction": None, "op": op, "ts_ms": 1763265500310, "ts_us": 1763265500310000, "ts_ns": 1763265500310000000,
-    }  # fmt: skip
+        "transaction": None,
+        "op": op,
+        "ts_ms": 1763265500310,
+        "ts_us": 1763265500310000,
+        "ts_ns": 1763265500310000000,
+    }
 
 
 def with_schema(payload: Any) -> dict[str, Any]:
@@ -286,8 +300,13 @@ def test_any_json_object_is_a_payload_with_an_id_from_its_offset() -> None:
         "op": "something else",
     }
     assert found.payload["_kafka"] == {
-        "topic": "shop.public.products", "partition": 0, "offset": 3, "timestamp": 1763265600.0, "key": "k", "headers": {"h": {"base64": "/w=="}, "n": None},
-    }  # fmt: skip
+        "topic": "shop.public.products",
+        "partition": 0,
+        "offset": 3,
+        "timestamp": 1763265600.0,
+        "key": "k",
+        "headers": {"h": {"base64": "/w=="}, "n": None},
+    }
     assert found.id != read({"url": "https://a.example/", "op": "something else"}, offset=4).id
     assert found.id != read({}, MessageReader(cluster="c", topic_id="made again"), offset=3).id
 
@@ -365,8 +384,30 @@ JSON = st.recursive(
     ),
     max_leaves=5,
 )
-NAMES = ["schema", "payload", "op", "before", "after", "source", "ts_ms", "lsn", "name", "specversion", "id", "type", "data", "data_base64", "time", "__op",
-         "__deleted", "__lsn", "value", "url", "snapshot", "message"]  # fmt: skip
+NAMES = [
+    "schema",
+    "payload",
+    "op",
+    "before",
+    "after",
+    "source",
+    "ts_ms",
+    "lsn",
+    "name",
+    "specversion",
+    "id",
+    "type",
+    "data",
+    "data_base64",
+    "time",
+    "__op",
+    "__deleted",
+    "__lsn",
+    "value",
+    "url",
+    "snapshot",
+    "message",
+]
 KNOWN_FIELDS = st.recursive(
     LEAF | st.sampled_from(["c", "d", "u", "m", "t", "true", "1.0", "2026-11-16T04:00:00Z"]),
     lambda inner: (

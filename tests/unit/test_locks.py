@@ -23,7 +23,10 @@ from penstock.locks import (
     worker_alive,
 )
 
-HOLD = "import sys, time; from penstock.locks import FileLock; assert FileLock(sys.argv[1]).try_acquire(); print('held', flush=True); time.sleep(60)"
+HOLD = (
+    "import sys, time; from penstock.locks import FileLock; "
+    "assert FileLock(sys.argv[1]).try_acquire(); print('held', flush=True); time.sleep(60)"
+)
 
 
 def fork(work: Callable[[], None]) -> int:

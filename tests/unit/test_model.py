@@ -83,17 +83,31 @@ def change(**more: Any) -> bytes:
 @pytest.mark.parametrize(
     "raw",
     [
-        b"", b"null", b"[]", b"{}", b"\xff", b"\x00", b"[" * 100_000, b'{"data":' * 50_000,
-        change(specversion="0.3"), change(type="penstock.request.v2"),
-        change(type="order.created"), change(data=None), change(data={"url": "x"}),
-        change(id=5), change(id=None),
-        change(priority="high"), change(priority=1.5),
-        change(id=""), change(data={"url": "", "key": "k"}),
+        b"",
+        b"null",
+        b"[]",
+        b"{}",
+        b"\xff",
+        b"\x00",
+        b"[" * 100_000,
+        b'{"data":' * 50_000,
+        change(specversion="0.3"),
+        change(type="penstock.request.v2"),
+        change(type="order.created"),
+        change(data=None),
+        change(data={"url": "x"}),
+        change(id=5),
+        change(id=None),
+        change(priority="high"),
+        change(priority=1.5),
+        change(id=""),
+        change(data={"url": "", "key": "k"}),
         change(data={"url": "https://x.test/", "key": "k", "route": {"moon": True}}),
-        encode_event(EVENT)[:-1], encode_event(EVENT) + b"x",
+        encode_event(EVENT)[:-1],
+        encode_event(EVENT) + b"x",
         b'{"specversion":"1.0","id":"\\ud800"}',
     ],
-)  # fmt: skip
+)
 def test_bytes_that_are_not_an_event_are_refused_with_a_message(raw: bytes) -> None:
     with pytest.raises(BadEnvelope) as e:
         decode_event(raw)

@@ -134,7 +134,7 @@ def test_a_connector_is_stored_separately_from_the_options() -> None:
 
 def test_a_hook_gets_only_changes_of_its_fields_and_extractor() -> None:
     shop = Pipeline("shop")
-    changes = []
+    changes: list[Change] = []
     shop.on_change(changes.append)
     shop.on_change(fields=["price", "title"])(print)
     shop.on_change(extractor="b")(print)
@@ -146,13 +146,16 @@ def test_a_hook_gets_only_changes_of_its_fields_and_extractor() -> None:
     assert other.wants(change(extractor="b"))
 
 
-async def coroutine(page: Page) -> None: ...
+async def coroutine(change: Change) -> None: ...
 
 
 def test_a_hook_may_be_async() -> None:
     shop = Pipeline("shop")
     shop.on_change(coroutine)
     assert [h.fn for h in shop.hooks] == [coroutine]
+
+
+NOT_A_NAME: Any = None
 
 
 async def agen(page: Page) -> Any:
@@ -169,7 +172,7 @@ def twice(shop: Pipeline) -> None:
     [
         (lambda _: Pipeline(""), "cannot be called ''"),
         (lambda _: Pipeline("a b"), "cannot be called 'a b'"),
-        (lambda _: Pipeline(None), "cannot be called None"),
+        (lambda _: Pipeline(NOT_A_NAME), "cannot be called None"),
         (twice, "two extractors are called 'one'"),
         (lambda p: p.extract(version=0)(one), "version 0"),
         (lambda p: p.extract(version="2")(one), "version '2'"),
@@ -214,8 +217,10 @@ def test_a_pipeline_is_loaded_from_a_python_file(tmp_path: Path) -> None:
     (tmp_path / "neighbour_of_shop.py").write_text("NAME = 'shop'\n")
     file = tmp_path / "shop.py"
     file.write_text(
-        "from dataclasses import dataclass\nfrom penstock import Pipeline\nfrom neighbour_of_shop import NAME\nshop = also = Pipeline(NAME)\n"
-        "@dataclass\nclass Item:\n    sku: str\n@shop.extract\ndef product(page):\n    yield Item('1')\n"
+        "from dataclasses import dataclass\nfrom penstock import Pipeline\n"
+        "from neighbour_of_shop import NAME\nshop = also = Pipeline(NAME)\n"
+        "@dataclass\nclass Item:\n    sku: str\n@shop.extract\ndef product(page):\n"
+        "    yield Item('1')\n"
         "if __name__ == '__main__':\n    raise SystemExit('not me')\n"
     )
     shop = load(file)

@@ -119,8 +119,10 @@ def test_the_longest_rule_wins_and_allow_wins_a_tie(rules: str, path: str, verdi
         ("User-agent: penstock\n\nUser-agent: *\nDisallow: /", False),
         ("User-agent: a\nUser-agent: penstock\nUser-agent: b\nDisallow: /x", False),
         (
-            "User-agent: penstock\nDisallow: /y\nUser-agent: other\nDisallow: /z\n"
-            "User-agent: penstock\nDisallow: /x",
+            (
+                "User-agent: penstock\nDisallow: /y\nUser-agent: other\nDisallow: /z\n"
+                "User-agent: penstock\nDisallow: /x"
+            ),
             False,
         ),
         ("User-agent: a\nSitemap: https://s/\nUser-agent: penstock\nDisallow: /x", False),
@@ -146,8 +148,8 @@ def test_groups_are_found_by_agent_and_merged(body: str, verdict: bool) -> None:
 
 def test_crawl_delays_apply_to_their_agents_and_invalid_ones_are_ignored() -> None:
     r = parse(
-        b"User-agent: *\nCrawl-delay: 2.5\nDisallow:\n\n"
-        b"User-agent: penstock\nCrawl-delay: 1\nCrawl-delay: 7\n\nUser-agent: b\nAllow: /\n"
+        b"User-agent: *\nCrawl-delay: 2.5\nDisallow:\n\nUser-agent: penstock\nCrawl-delay: 1\n"
+        b"Crawl-delay: 7\n\nUser-agent: b\nAllow: /\n"
     )
     assert r.crawl_delay("other") == 2.5
     assert r.crawl_delay(AGENT) == 7.0

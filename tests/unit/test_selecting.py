@@ -181,9 +181,13 @@ def test_the_charset_is_taken_from_bom_header_meta_or_content(
 
 
 def test_json_ld_is_flattened_and_a_broken_block_is_skipped() -> None:
-    body = b"""<script type="application/ld+json">{"@context":"x","@graph":[{"@type":"A"},[{"@type":"B"}]]}</script>
-    <script type="application/ld+json">{broken</script><script type="APPLICATION/LD+JSON; charset=utf-8">[{"@type":"C","n":"a
-b"},3]</script><script type="application/ld+json">{"v":NaN}</script><script type="application/ld+json"></script>
+    body = b"""\
+<script type="application/ld+json">{"@context":"x","@graph":[{"@type":"A"},[{"@type":"B"}]]}\
+</script>
+    <script type="application/ld+json">{broken</script>\
+<script type="APPLICATION/LD+JSON; charset=utf-8">[{"@type":"C","n":"a
+b"},3]</script><script type="application/ld+json">{"v":NaN}</script>\
+<script type="application/ld+json"></script>
     <script type="application/ld+json">{"@id":"d","@graph":{"@type":"E"}}</script>"""
     body += b'<script type="application/ld+json">' + b"[" * 100_000 + b"</script>"
     found = page(body).jsonld()
@@ -211,8 +215,10 @@ def test_links_are_relative_to_the_base_element_if_it_is_valid(base: bytes, expe
 
 
 def test_followed_links_are_absolute_canonical_unique_and_in_order() -> None:
-    body = b"""<a class=r href="../x?b=1#f">1</a><a class=r href="../x?b=1">same</a><a class=r href="HTTP://Other.test:80">2</a><a class=r>no</a>
-    <a class=r href="mailto:a@b">m</a><a class=r href="javascript:x">j</a><a class=r href="#top">t</a><a class=r href="">e</a><a class=r href="http://[">b</a>
+    body = b"""<a class=r href="../x?b=1#f">1</a><a class=r href="../x?b=1">same</a>\
+<a class=r href="HTTP://Other.test:80">2</a><a class=r>no</a>
+    <a class=r href="mailto:a@b">m</a><a class=r href="javascript:x">j</a>\
+<a class=r href="#top">t</a><a class=r href="">e</a><a class=r href="http://[">b</a>
     <a class=r href=" y ">3</a><img class=i src=z.png>"""
     expected = ["https://shop.test/x?b=1", "http://other.test/", "https://shop.test/a/y"]
     assert [f.url for f in page(body).follow("a.r")] == expected
@@ -221,7 +227,7 @@ def test_followed_links_are_absolute_canonical_unique_and_in_order() -> None:
     assert [f.url for f in page(body).follow("img::attr(src)")] == ["https://shop.test/a/z.png"]
     assert [f.url for f in page(body).follow(["/p", None, 3, "/p", "ftp://x/"])] == [
         "https://shop.test/p"
-    ]  # type: ignore[list-item]
+    ]
     assert [f.url for f in page(body).follow("https://one.test")] == ["https://one.test/"]
 
 

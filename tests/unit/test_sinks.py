@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, StoreUnavailable, Unreachable
-from penstock.ports import Reopen, Row, Sink, TableSink
+from penstock.ports import Reopen, Row, TableSink
 from penstock.sinks import csv as csv_sink
 from penstock.sinks import jsonl, sqlite
 from penstock.sinks.append_file import Mark, read_mark
@@ -27,7 +27,7 @@ csv.field_size_limit(1 << 30)
 RECORDS = st.dictionaries(
     st.text(max_size=3), st.text(max_size=5) | st.integers() | st.none(), max_size=4
 )
-OPENERS: dict[str, Callable[..., Sink]] = {
+OPENERS: dict[str, Callable[..., Any]] = {
     "jsonl": jsonl.open_sink,
     "csv": csv_sink.open_sink,
     "sqlite": sqlite.open_sink,
@@ -90,7 +90,7 @@ def test_a_path_is_relative_to_the_base_unless_it_is_absolute(scheme: str, tmp_p
         f"{scheme}:what%3F.x": tmp_path / "what?.x",
     }.items():
         sink = OPENERS[scheme](url, {}, tmp_path)
-        assert sink.path == path  # type: ignore[attr-defined]
+        assert sink.path == path
         assert sink.name == url
     assert list(tmp_path.iterdir()) == []
 
@@ -158,7 +158,9 @@ def test_rows_after_the_recorded_mark_are_truncated_and_written_again(
     sink.write([row(2, n=2), row(3, n=3)])
     sink.close()
     complete = sink.path.read_bytes()
-    start = len(complete[: read_mark(mark).at])  # type: ignore[union-attr]
+    recorded = read_mark(mark)
+    assert recorded is not None
+    start = len(complete[: recorded.at])
     for torn in range(start, len(complete) + 1):
         sink.path.write_bytes(complete[:torn])
         again = make()
@@ -328,7 +330,7 @@ def test_the_files_of_several_machines_are_each_truncated_to_their_mark(
     mark = b.open(0, mark)
     mark = b.write([row(1, x=1)])
     b.close()
-    a.restore(mark)  # type: ignore[attr-defined]
+    a.restore(mark)
     assert (tmp_path / "a" / "out").read_bytes() == b""
     mark = a.open(1, mark)
     mark = a.write([row(2, x=2)])
@@ -339,8 +341,8 @@ def test_the_files_of_several_machines_are_each_truncated_to_their_mark(
     mark = b.write([row(3, x=3)])
     b.close()
     complete = (tmp_path / "b" / "out").read_bytes()
-    a.restore(mark)  # type: ignore[attr-defined]
-    b.restore(mark)  # type: ignore[attr-defined]
+    a.restore(mark)
+    b.restore(mark)
     assert (tmp_path / "b" / "out").read_bytes() == complete
     keys = (
         [line["_penstock"]["key"] for line in lines(tmp_path / "a" / "out")]
@@ -408,9 +410,17 @@ def test_columns_are_the_fields_in_order_followed_by_the_provenance(tmp_path: Pa
         "sku,price,title,_penstock_event_id,_penstock_trace_id,_penstock_url,_penstock_key,_penstock_extractor,_penstock_version,_penstock_fetched_at"
     )
     assert cells(sink.path)[1] == {
-        "sku": "b", "price": "", "title": "T", "_penstock_event_id": "e2", "_penstock_trace_id": "t", "_penstock_url": "https://shop.example/k2",
-        "_penstock_key": "k2", "_penstock_extractor": "product", "_penstock_version": "1", "_penstock_fetched_at": "12.5",
-    }  # fmt: skip
+        "sku": "b",
+        "price": "",
+        "title": "T",
+        "_penstock_event_id": "e2",
+        "_penstock_trace_id": "t",
+        "_penstock_url": "https://shop.example/k2",
+        "_penstock_key": "k2",
+        "_penstock_extractor": "product",
+        "_penstock_version": "1",
+        "_penstock_fetched_at": "12.5",
+    }
 
 
 def test_values_are_quoted_by_rfc_4180_and_nested_ones_are_json(tmp_path: Path) -> None:
@@ -429,8 +439,14 @@ def test_values_are_quoted_by_rfc_4180_and_nested_ones_are_json(tmp_path: Path) 
     sink.close()
     (got,) = cells(sink.path)
     assert {k: v for k, v in got.items() if not k.startswith("_")} == {
-        "a": hard["a"], "b": '[1,{"c":null}]', "d": "true", "e": "", "f": " padded ", "g": "=1+1", "h,\n\"": "1" + "0" * 30,
-    }  # fmt: skip
+        "a": hard["a"],
+        "b": '[1,{"c":null}]',
+        "d": "true",
+        "e": "",
+        "f": " padded ",
+        "g": "=1+1",
+        'h,\n"': "1" + "0" * 30,
+    }
 
 
 def test_a_new_field_adds_a_column_to_every_existing_line(tmp_path: Path) -> None:
@@ -667,7 +683,10 @@ def test_the_first_value_decides_the_column_type_and_every_value_stays_exact(
     types = dict(
         table(
             sink.path,
-            "SELECT name, type FROM pragma_table_info('products') WHERE name NOT LIKE '\\_%' ESCAPE '\\'",
+            (
+                "SELECT name, type FROM pragma_table_info('products') "
+                "WHERE name NOT LIKE '\\_%' ESCAPE '\\'"
+            ),
         )
     )
     assert types == {
@@ -793,16 +812,17 @@ def test_a_locked_full_or_damaged_database_is_an_outage_without_partial_rows(
     sink.write([row(1, price=1)])
     blocker = apsw.Connection(str(sink.path))
     blocker.execute("BEGIN EXCLUSIVE")
-    sink._db.set_busy_timeout(1)  # type: ignore[union-attr]
+    assert sink._db is not None
+    sink._db.set_busy_timeout(1)
     with pytest.raises(StoreUnavailable, match="Busy"):
         sink.write([row(2, price=2)])
     blocker.execute("ROLLBACK")
-    sink._db.execute("PRAGMA max_page_count = 1")  # type: ignore[union-attr]
+    sink._db.execute("PRAGMA max_page_count = 1")
     with pytest.raises(StoreUnavailable, match="Full"):
         sink.write([row(2, new="x" * 100_000)])
     assert list(blocker.execute("SELECT price FROM products")) == [(1,)]
     blocker.close()
-    sink._db.execute("PRAGMA max_page_count = 100000")  # type: ignore[union-attr]
+    sink._db.execute("PRAGMA max_page_count = 100000")
     sink.write([row(2, price=2)])
     sink.close()
     sink.path.write_bytes(b"no database" * 100)

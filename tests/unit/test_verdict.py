@@ -17,16 +17,34 @@ NOW = 1_700_000_000.0
 @pytest.mark.parametrize(
     ("status", "kind"),
     [
-        (200, None), (201, None), (204, None), (206, None), (304, None),
-        (301, "permanent"), (300, "permanent"), (100, "transient"),
-        (401, "blocked"), (403, "blocked"), (407, "blocked"), (451, "blocked"), (999, "blocked"),
-        (400, "permanent"), (404, "permanent"), (405, "permanent"), (410, "permanent"),
+        (200, None),
+        (201, None),
+        (204, None),
+        (206, None),
+        (304, None),
+        (301, "permanent"),
+        (300, "permanent"),
+        (100, "transient"),
+        (401, "blocked"),
+        (403, "blocked"),
+        (407, "blocked"),
+        (451, "blocked"),
+        (999, "blocked"),
+        (400, "permanent"),
+        (404, "permanent"),
+        (405, "permanent"),
+        (410, "permanent"),
         (418, "permanent"),
-        (408, "transient"), (425, "transient"), (500, "transient"), (502, "transient"),
-        (504, "transient"), (520, "transient"),
-        (429, "throttled"), (503, "throttled"),
+        (408, "transient"),
+        (425, "transient"),
+        (500, "transient"),
+        (502, "transient"),
+        (504, "transient"),
+        (520, "transient"),
+        (429, "throttled"),
+        (503, "throttled"),
     ],
-)  # fmt: skip
+)
 def test_every_status_has_one_error_class(status: int, kind: str | None) -> None:
     verdict = judge(status, HTML, PAGE, now=NOW)
     assert (verdict.kind if verdict else None) == kind
@@ -130,15 +148,23 @@ def test_soft_404s_are_detected_only_if_the_option_is_set() -> None:
 @pytest.mark.parametrize(
     ("code", "message", "kind"),
     [
-        (6, "", "transient"), (7, "", "transient"), (28, "", "transient"), (52, "", "transient"),
-        (56, "", "transient"), (18, "", "transient"),
-        (60, "", "permanent"), (63, "", "permanent"), (1, "", "permanent"),
-        (27, "", "ours"), (77, "", "ours"), (9999, "", "transient"),
+        (6, "", "transient"),
+        (7, "", "transient"),
+        (28, "", "transient"),
+        (52, "", "transient"),
+        (56, "", "transient"),
+        (18, "", "transient"),
+        (60, "", "permanent"),
+        (63, "", "permanent"),
+        (1, "", "permanent"),
+        (27, "", "ours"),
+        (77, "", "ours"),
+        (9999, "", "transient"),
         (35, "OpenSSL SSL_connect: Connection reset by peer", "transient"),
         (35, "TLS connect error: error:0A00010B:SSL routines::wrong version number", "permanent"),
         (35, "tlsv1 alert protocol version", "permanent"),
     ],
-)  # fmt: skip
+)
 def test_every_transport_error_has_one_error_class(code: int, message: str, kind: str) -> None:
     assert transport(code, message).kind == kind
 

@@ -71,10 +71,10 @@ def plugins(name: str, artifacts: Sequence[str]) -> Path:
             )
         for archive in directory.glob("*.tar.gz"):
             with tarfile.open(archive) as packed:
-                # `filter` exists since Python 3.11.4.
-                packed.extractall(
-                    directory, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {})
-                )
+                if hasattr(tarfile, "data_filter"):  # since Python 3.11.4
+                    packed.extractall(directory, filter="data")
+                else:
+                    packed.extractall(directory)
             archive.unlink()
 
     return _installed(name, artifacts, fetch)

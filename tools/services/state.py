@@ -88,12 +88,17 @@ class Place:
     def ports(self, wanted: Mapping[str, int]) -> Mapping[str, int]:
         """Return the stored ports. Choose missing ones: the first free port from `wanted` on."""
         ports = self.noted().ports
-        missing = {
-            name: _free(first, self.directory)
-            for name, first in wanted.items()
-            if name not in ports
-        }
-        return self.note(ports={**ports, **missing}).ports if missing else ports
+        if set(wanted) <= set(ports):
+            return ports
+        # A reservation is valid while the directory of its owner exists.
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with locked(cache_directory() / "ports.lock"):
+            missing = {
+                name: _reserve(first, self.directory)
+                for name, first in wanted.items()
+                if name not in ports
+            }
+        return self.note(ports={**ports, **missing}).ports
 
     def data(self, user: str | None) -> Path:
         """Return the data directory of the server.
@@ -129,22 +134,19 @@ class Place:
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
-def _free(first: int, owner: Path) -> int:
+def _reserve(first: int, owner: Path) -> int:
     """Return a port that no clone has reserved and no process listens on, and reserve it.
 
-    A reservation is a file that is created exclusively. So two processes cannot reserve one port.
+    A reservation is a file that names the directory of its owner. The caller holds `ports.lock`.
     """
     table = cache_directory() / "ports"
     table.mkdir(parents=True, exist_ok=True)
     for port in range(first, first + PORTS_PER_SERVER):
         taken = table / str(port)
-        try:
-            whose = Path(taken.read_text() or "/")  # empty while another process writes it
-            if whose != owner and whose.exists():
+        if taken.exists():
+            other = Path(taken.read_text() or "/nowhere")  # empty if its writer was killed
+            if other != owner and other.exists():
                 continue
-            taken.unlink()
-        except FileNotFoundError:
-            pass
         with socket.socket() as probe:
             # Servers set it too. A port with only lingering connections counts as free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -152,11 +154,7 @@ def _free(first: int, owner: Path) -> int:
                 probe.bind(("127.0.0.1", port))
             except OSError:
                 continue
-        try:
-            with open(taken, "x") as file:
-                file.write(str(owner))
-        except FileExistsError:
-            continue
+        taken.write_text(str(owner))
         return port
     raise ServiceError(
         f"no free port from {first} to {first + PORTS_PER_SERVER - 1}",

@@ -136,7 +136,7 @@ class Page:
 
     def follow(
         self,
-        links: str | Iterable[str],
+        links: str | Iterable[object],
         *,
         priority: str = "normal",
         route: Route | None = None,
@@ -144,8 +144,8 @@ class Page:
     ) -> Iterator[Follow]:
         """Yield a Follow for each link, once.
 
-        `links` is a CSS selector (of elements with href, or with `::attr(...)`), or URLs. Other
-        URLs than http(s) are ignored.
+        `links` is a CSS selector (of elements with href, or with `::attr(...)`), a result of `css`,
+        or URLs. Other URLs than http(s) and other values are ignored.
         """
         from penstock.authoring.selectors import links_of
 

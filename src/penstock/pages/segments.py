@@ -79,6 +79,9 @@ class SegmentStore:
         self._decompressor = zstandard.ZstdDecompressor()
         db.part("pages", 2, SCHEMA)
 
+    async def start(self) -> None:
+        """Do nothing: the first `stage` creates the directory, and raises if it cannot."""
+
     # -- writing -----------------------------------------------------------------------------------
 
     def stage(self, pages: Iterable[tuple[str, bytes]]) -> Staged:

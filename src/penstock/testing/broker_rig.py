@@ -1,6 +1,6 @@
 """The rig of the broker conformance suite, which opens a broker, and helpers of the tests.
 
-See `conformance` and `outages` for the tests.
+See `conformance`, `ordering`, `membership` and `outages` for the tests.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from penstock.errors import StoreUnavailable
 from penstock.model import Ack
-from penstock.ports import Broker, Capabilities, Delivery, Out, Published, Subscription
+from penstock.ports import Broker, Capabilities, Delivery, Out, Published, Subscription, TopicSpec
 from penstock.testing.proxy import Proxy
 
 # Messages that are known to exist may take this many times `patience`.
@@ -30,14 +30,15 @@ SENTENCES: dict[str, Callable[[Capabilities], bool]] = {}
 def sentence(
     needs: Callable[[Capabilities], bool] = lambda caps: True,
     *,
+    topics: Sequence[TopicSpec] = (TopicSpec(name="t"),),
     proxied: bool = False,
     limits: int = 1,
 ) -> Callable[[Test], Callable[[Any], None]]:
     """Turn `async def test(self, broker)` into a plain test method with a new broker.
 
-    The test is skipped if the broker does not promise `needs`. With `proxied`, the broker is behind
-    `self.proxy`. The time limit is `limits` times that of the rig, for tests in which servers
-    start or clients time out.
+    The broker has the topics `topics`. The test is skipped if the broker does not promise `needs`.
+    With `proxied`, the broker is behind `self.proxy`. The time limit is `limits` times that of the
+    rig, for tests in which servers start or clients time out.
     """
 
     def wrap(test: Test) -> Callable[[Any], None]:
@@ -45,6 +46,8 @@ def sentence(
             try:
                 if not needs(broker.caps):
                     raise unittest.SkipTest("not promised by this broker")
+                if topics:
+                    await broker.ensure(topics)
                 await test(self, broker)
             finally:
                 await self.shut(self._latest or broker)

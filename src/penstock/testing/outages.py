@@ -6,14 +6,13 @@ import asyncio
 
 from penstock.errors import StoreUnavailable
 from penstock.model import Ack, Release
-from penstock.ports import Broker, Out, Published, TopicSpec
+from penstock.ports import Broker, Out, Published
 from penstock.testing.broker_rig import BrokerRig, sentence
 
 
 class Outages(BrokerRig):
     @sentence(limits=3)
     async def test_a_killed_server_loses_no_confirmed_message(self, broker: Broker) -> None:
-        await broker.ensure([TopicSpec(name="t")])
         await self.fill(broker, ["a0", "b1", "c2", "d3", "e4", "f5"])
         sub = self.sub(broker, lease=self.lease)
         done, *held = await self.take(sub, 3)
@@ -40,7 +39,6 @@ class Outages(BrokerRig):
     async def test_a_cut_connection_loses_no_message_and_no_settled_message_is_redelivered(
         self, broker: Broker
     ) -> None:
-        await broker.ensure([TopicSpec(name="t")])
         await self.fill(broker, ["a0", "b1", "c2", "d3"])
         sub = self.sub(broker, lease=self.lease)
         done, *held = await self.take(sub, 4)
@@ -54,7 +52,6 @@ class Outages(BrokerRig):
     async def test_a_publish_whose_answer_is_lost_is_reported_as_unknown(
         self, broker: Broker
     ) -> None:
-        await broker.ensure([TopicSpec(name="t")])
         await self.fill(broker, ["a1"])
         await self.proxy.lose_answer_to(self.last_word(broker, b"message2"))
         publishing = asyncio.ensure_future(

@@ -195,28 +195,22 @@ class Web:
             self._exact[path] = handler
 
     def _routed(self, request: Request) -> Reply | Awaitable[Reply]:
-        handler = self._exact.get(request.path)
-        if handler is None:
-            for prefix, candidate in self._prefixes:
-                if request.path.startswith(prefix):
-                    handler = candidate
-                    break
-            else:
-                return reply("not found\n", TEXT, 404)
-        return handler(request)
+        handler = self._exact.get(request.path) or next(
+            (h for prefix, h in self._prefixes if request.path.startswith(prefix)), None
+        )
+        return handler(request) if handler else reply("not found\n", TEXT, 404)
 
     # -- the access log
 
     def enter(self, request: Request) -> Entry:
-        headers = request.headers
         entry = Entry(
             _micros(),
             request.port,
             request.method,
             request.path,
             request.query,
-            headers.get("host", ""),
-            headers.get("user-agent", ""),
+            request.host,
+            request.headers.get("user-agent", ""),
         )
         self.counts[request.path] += 1
         if self._remember:
