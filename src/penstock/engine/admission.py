@@ -139,7 +139,7 @@ class Admission:
             outcome: Outcome | None = None
             admitted = ALREADY_SETTLED
             if isinstance(e, BadEnvelope):
-                outcome = self._bury_envelope(tx, d, e, now)
+                outcome = self._dead_letter_for_bad_envelope(tx, d, e, now)
             else:
                 # Use each state once. If an event is in the batch twice, its first delivery may
                 # have changed the state.
@@ -200,7 +200,7 @@ class Admission:
             baseline=None if holder is None else _baseline(tx, holder),
         )
 
-    def _bury_envelope(
+    def _dead_letter_for_bad_envelope(
         self, tx: Transaction, d: Delivery, error: BadEnvelope, now: float
     ) -> Outcome:
         """Store a message that is not a valid event as a dead letter."""
