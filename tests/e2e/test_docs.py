@@ -384,10 +384,10 @@ def test_no_broker_adapter_overrides_a_conformance_test() -> None:
 @pytest.mark.parametrize(
     ("scheme", "options"),
     [
-        ("redis", {*redis._OPTIONS, *redis._TLS_OPTIONS}),
-        ("amqp", set(rabbitmq_link._OPTIONS)),
+        ("redis", {*redis.OPTIONS, *redis.TLS_OPTIONS}),
+        ("amqp", set(rabbitmq_link.OPTIONS)),
         ("kafka", set(kafka_dsn.OPTIONS)),
-        ("sqs", set(sqs_wire._OPTIONS)),
+        ("sqs", set(sqs_wire.OPTIONS)),
     ],
 )
 def test_the_documented_options_of_a_broker_url_are_those_of_the_code(

@@ -310,8 +310,8 @@ def _existing_file(value: object) -> str:
     return str(value)
 
 
-_OPTIONS = {"volatile": units.choices("allow")}
-_TLS_OPTIONS = dict.fromkeys(
+OPTIONS = {"volatile": units.choices("allow")}
+TLS_OPTIONS = dict.fromkeys(
     ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile"),
     units.Kind(
         name="file",
@@ -354,6 +354,6 @@ def parse(url: str) -> tuple[dict[str, Any], bool]:
         options["username"] = unquote(parts.username)
     if parts.password:
         options["password"] = unquote(parts.password)
-    known = _OPTIONS | _TLS_OPTIONS if parts.scheme == "rediss" else _OPTIONS
+    known = OPTIONS | TLS_OPTIONS if parts.scheme == "rediss" else OPTIONS
     options |= read_options("the Redis DSN", query_options(parts.query), known)
     return options, options.pop("volatile", "") == "allow"

@@ -30,7 +30,7 @@ MIN_VERSION = (3, 10)
 EXAMPLE = "amqp://user:password@host:5672/vhost"
 _SECONDS = units.durations(0.1, 3600)
 _TEXT = units.texts(".*", "a text")
-_OPTIONS = {
+OPTIONS = {
     "heartbeat": _SECONDS,
     "publish_timeout": _SECONDS,
     "management": _TEXT,
@@ -76,7 +76,7 @@ def read_address(dsn: str) -> Address:
         raise ConfigError(
             f"{shown!r} names a virtual host with a '/' in it", hint="write that '/' as %2F"
         )
-    options = read_options(repr(shown), query_options(parts.query), _OPTIONS)
+    options = read_options(repr(shown), query_options(parts.query), OPTIONS)
     publish_timeout = options.pop("publish_timeout", 10.0)
     api = options.pop("management", "")
     user = unquote(parts.username or "guest")

@@ -72,7 +72,7 @@ class SqsAddress(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-_OPTIONS = {
+OPTIONS = {
     "region": units.texts(".*", "the name of a region"),
     "tls": units.choices("true", "false"),
     # A worker that ends waits for its polls, so this is also a part of its shutdown time.
@@ -91,7 +91,7 @@ def parse(url: str, namespace: str) -> SqsAddress:
             f"{mask(url)} is not an SQS URL: {e}",
             hint=f"{EXAMPLE}. Write / + @ : in a secret as %2F %2B %40 %3A",
         ) from e
-    options = read_options(mask(url), query_options(parts.query), _OPTIONS)
+    options = read_options(mask(url), query_options(parts.query), OPTIONS)
     if bool(parts.username) != bool(parts.password):
         raise ConfigError(
             f"{mask(url)} has half of its credentials",
