@@ -93,8 +93,8 @@ def ls(
     if all:
         found, total = common.read(
             lambda stores, tx: (
-                tx.reports.letters(which, limit=max(1, limit), newest_first=True),
-                tx.reports.letter_count(which),
+                tx.letter_reports.letters(which, limit=max(1, limit), newest_first=True),
+                tx.letter_reports.letter_count(which),
             )
         )
         if json:
@@ -121,7 +121,7 @@ def ls(
             )
     else:
         causes, total = common.read(
-            lambda stores, tx: tx.reports.letter_groups(which, max(1, limit))
+            lambda stores, tx: tx.letter_reports.letter_groups(which, max(1, limit))
         )
         if json:
             groups = [
@@ -408,15 +408,15 @@ def _which(ids: tuple[str, ...], all: bool, which: Filter, verb: str) -> Filter:
 def _letter(stores: Stores, tx: Transaction, text: str) -> Letter:
     if find.is_url(text):
         for row in tx.reports.of_url(find.key_of(stores, text), 100):
-            if row.status == "dead" and (found := tx.reports.letter(row.id)):
+            if row.status == "dead" and (found := tx.letter_reports.letter(row.id)):
                 return found
         raise find.NotFound(
             f"no dead letter for {text}",
             hint="`penstock trace URL`, or `penstock dlq ls` for all dead letters",
         )
-    found = tx.reports.letter(
+    found = tx.letter_reports.letter(
         find.one(
-            tx.reports.letters_like(text, find.MAX_LISTED),
+            tx.letter_reports.letters_like(text, find.MAX_LISTED),
             text,
             "dead letter",
             "penstock dlq ls lists them",
@@ -427,7 +427,7 @@ def _letter(stores: Stores, tx: Transaction, text: str) -> Letter:
 
 
 def _letters_after(which: Filter, after: int, last: int, tx: Transaction) -> list[Letter]:
-    return tx.reports.letters(which, after=after, upto=last, limit=BATCH)
+    return tx.letter_reports.letters(which, after=after, upto=last, limit=BATCH)
 
 
 def _choose(stores: Stores, ids: tuple[str, ...], which: Filter) -> tuple[Iterator[list[str]], int]:
@@ -440,7 +440,9 @@ def _choose(stores: Stores, ids: tuple[str, ...], which: Filter) -> tuple[Iterat
             dict.fromkeys(ask(stores, lambda tx: [_letter(stores, tx, text).event for text in ids]))
         )
         return iter([named]), len(named)
-    last, total = ask(stores, lambda tx: (tx.reports.last_letter(), tx.reports.letter_count(which)))
+    last, total = ask(
+        stores, lambda tx: (tx.letter_reports.last_letter(), tx.letter_reports.letter_count(which))
+    )
 
     def batches() -> Iterator[list[str]]:
         after = 0
@@ -554,7 +556,7 @@ def _document(x: Letter, row: EventRow | None, steps: list[Step]) -> dict[str, A
 
 
 def _full(stores: Stores, tx: Transaction, id_: str) -> dict[str, Any] | None:
-    letter = tx.reports.letter(id_)
+    letter = tx.letter_reports.letter(id_)
     if letter is None:
         return None
     row = tx.reports.event(id_)

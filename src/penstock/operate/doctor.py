@@ -251,7 +251,9 @@ def store(stores: OpenStores, workers: Path) -> Iterator[Finding]:
     now = stores.clock.now()
     audit = ask(
         stores,
-        lambda tx: tx.reports.audit(tx.queue_reports.audit(now), entered=tx.counters.entered()),
+        lambda tx: tx.status_reports.audit(
+            tx.queue_reports.audit(now), entered=tx.counters.entered()
+        ),
     )
     yield _accounting(audit)
     yield _queue(audit)
@@ -368,7 +370,7 @@ def _sinks(stores: OpenStores, a: Audit) -> Iterator[Finding]:
                 f"{name}: {noted:,} rows should be waiting, {rows:,} are",
                 "keep a copy of the state directory, and report this",
             )
-    for sink in ask(stores, lambda tx: tx.reports.sinks()):
+    for sink in ask(stores, lambda tx: tx.status_reports.sinks()):
         waiting = f", {plural(sink.backlog, 'row')} waiting" if sink.backlog else ""
         path = _file_of(sink.name)
         end = (
