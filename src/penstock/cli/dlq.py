@@ -100,15 +100,15 @@ def ls(
     if all:
         found, total = common.read(
             lambda stores, tx: (
-                tx.reports.letters(which, limit=max(1, limit), newest_first=True),
-                tx.reports.letter_count(which),
+                tx.letter_reports.letters(which, limit=max(1, limit), newest_first=True),
+                tx.letter_reports.letter_count(which),
             )
         )
         document = {"total": total, "letters": [_summary(letter) for letter in found]}
         made = table(*_LETTER_COLUMNS, rows=[_letter_cells(letter, now) for letter in found])
     else:
         causes, total = common.read(
-            lambda stores, tx: tx.reports.letter_groups(which, max(1, limit))
+            lambda stores, tx: tx.letter_reports.letter_groups(which, max(1, limit))
         )
         document = {"total": total, "groups": [_group(cause) for cause in causes]}
         made = table(*_GROUP_COLUMNS, rows=[_group_cells(cause, now) for cause in causes])
@@ -407,7 +407,7 @@ def _document(x: Letter, row: EventRow | None, steps: list[Step]) -> dict[str, A
 
 
 def _full(id_: str, tx: Transaction) -> dict[str, Any] | None:
-    letter = tx.reports.letter(id_)
+    letter = tx.letter_reports.letter(id_)
     if letter is None:
         return None
     row = tx.reports.event(id_)

@@ -76,14 +76,16 @@ def letter_for(stores: Stores, tx: Transaction, text: str) -> Letter:
     """Return the dead letter named by a URL, an event id or a unique prefix of it."""
     if find.is_url(text):
         for row in tx.reports.of_url(find.key_of(stores, text), 100):
-            if row.status == "dead" and (found := tx.reports.letter(row.id)):
+            if row.status == "dead" and (found := tx.letter_reports.letter(row.id)):
                 return found
         raise find.NotFound(
             f"no dead letter for {text}",
             hint="`penstock trace URL`, or `penstock dlq ls` for all dead letters",
         )
-    known = tx.reports.letters_like(text, find.MAX_LISTED)
-    letter = tx.reports.letter(find.one(known, text, "dead letter", "penstock dlq ls lists them"))
+    known = tx.letter_reports.letters_like(text, find.MAX_LISTED)
+    letter = tx.letter_reports.letter(
+        find.one(known, text, "dead letter", "penstock dlq ls lists them")
+    )
     assert letter is not None
     return letter
 
@@ -97,7 +99,9 @@ def choose(stores: Stores, ids: tuple[str, ...], which: Filter) -> tuple[Iterato
         named = ask(stores, lambda tx: [letter_for(stores, tx, text).event for text in ids])
         unique = list(dict.fromkeys(named))
         return iter([unique]), len(unique)
-    last, total = ask(stores, lambda tx: (tx.reports.last_letter(), tx.reports.letter_count(which)))
+    last, total = ask(
+        stores, lambda tx: (tx.letter_reports.last_letter(), tx.letter_reports.letter_count(which))
+    )
 
     def batches() -> Iterator[list[str]]:
         after = 0
@@ -109,7 +113,7 @@ def choose(stores: Stores, ids: tuple[str, ...], which: Filter) -> tuple[Iterato
 
 
 def _letters_after(which: Filter, after: int, last: int, tx: Transaction) -> list[Letter]:
-    return tx.reports.letters(which, after=after, upto=last, limit=BATCH)
+    return tx.letter_reports.letters(which, after=after, upto=last, limit=BATCH)
 
 
 async def process(

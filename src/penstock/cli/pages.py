@@ -67,7 +67,7 @@ def show(
         page, row = ask(stores, lambda tx: _find(stores, tx, what))
         body = ask(stores, lambda tx: tx.pages.read(page))
         if row is None and (json or headers):
-            row = ask(stores, lambda tx: tx.reports.event_of_page(page))
+            row = ask(stores, lambda tx: tx.page_reports.event_of_page(page))
     if body is None:
         raise find.NotFound(
             f"page {short(page)} is no longer stored: retention removed it",
@@ -115,7 +115,7 @@ def ls(
         rows, (pages, on_disk) = ask(
             stores,
             lambda tx: (
-                list(tx.reports.paged_events(max(1, limit), tx.pages.sizes, host)),
+                list(tx.page_reports.paged_events(max(1, limit), tx.pages.sizes, host)),
                 tx.pages.totals(),
             ),
         )
@@ -195,7 +195,7 @@ def _find(stores: Stores, tx: Transaction, what: str) -> tuple[str, EventRow | N
     """Return the page id, and the event that fetched it. The event is None for a page id."""
     if what == "last" or find.is_url(what):
         row = find.event_for(stores, tx, what)
-        page = tx.reports.page_of_url(find.key_of(stores, row.url), tx.pages.sizes) or row.page
+        page = tx.page_reports.page_of_url(find.key_of(stores, row.url), tx.pages.sizes) or row.page
         if page is None:
             raise PenstockError(
                 f"no page of {row.url} is stored: its newest event is {row.status}",

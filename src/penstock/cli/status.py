@@ -96,7 +96,7 @@ def look(stores: Stores) -> tuple[Look, float]:
     from penstock.locks import holder_alive, note_of, worker_alive
     from penstock.runtime.sources_and_sinks import sink_lock
 
-    found = ask(stores, lambda tx: tx.reports.standing())
+    found = ask(stores, lambda tx: tx.status_reports.standing())
     alerts, sources = (
         ask(stores, stores.maintenance.alerts),
         ask(stores, lambda tx: tx.sources.all()),

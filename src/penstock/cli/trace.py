@@ -140,7 +140,7 @@ def _found(
         history=tx.reports.history(row.n),
         duplicates=tx.reports.duplicates_of(row.id),
         original_trace=original.trace if original else None,
-        letter=tx.reports.letter(row.id) if row.status == "dead" else None,
+        letter=tx.letter_reports.letter(row.id) if row.status == "dead" else None,
         records=None if records is None else records.get(row.n, []),
     )
 

@@ -24,7 +24,7 @@ class Look:
 
     def __init__(self, tx: Transaction) -> None:
         self.sources = {state.name: state for state in tx.sources.all()}
-        found = tx.reports.standing()
+        found = tx.status_reports.standing()
         self.counters = found.counters
         self.counts = Counts(
             **{name: sum(row[name] for row in found.topics.values()) for name in _STATES}
@@ -32,7 +32,7 @@ class Look:
         self.breaker = next(iter(found.paused.values()), "")
         self.hooks_waiting = found.changes_waiting
         self.delayed = tx.reports.events(status="delayed", limit=MAX_LISTED).events
-        self.dead = tx.reports.letters(Filter(), limit=MAX_LISTED, newest_first=True)
+        self.dead = tx.letter_reports.letters(Filter(), limit=MAX_LISTED, newest_first=True)
 
     @property
     def open(self) -> int:

@@ -224,7 +224,9 @@ def store(uow: UnitOfWork, db: StoreFile, clock: Clock, workers: Path) -> Iterat
     )
     now = clock.now()  # after the check, which takes long for a large store
     audit = uow.snapshot(
-        lambda tx: tx.reports.audit(tx.queue_reports.audit(now), entered=tx.counters.entered())
+        lambda tx: tx.status_reports.audit(
+            tx.queue_reports.audit(now), entered=tx.counters.entered()
+        )
     )
     yield _accounting(audit)
     yield _queue(audit)
@@ -341,7 +343,7 @@ def _sinks(uow: UnitOfWork, a: Audit, *, one_machine: bool) -> Iterator[Finding]
                 f"{name}: {noted:,} rows should be waiting, {rows:,} are",
                 "keep a copy of the state directory, and report this",
             )
-    for sink in uow.snapshot(lambda tx: tx.reports.sinks()):
+    for sink in uow.snapshot(lambda tx: tx.status_reports.sinks()):
         waiting = f", {plural(sink.backlog, 'row')} waiting" if sink.backlog else ""
         path = _file_of(sink.name)
         end = (

@@ -1,4 +1,4 @@
-"""Reports about the ledger for operators: the port, and the values that it returns."""
+"""Reports about the ledger for operators: the ports, and the values that they return."""
 
 from __future__ import annotations
 
@@ -162,19 +162,18 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Listing(msgspec.Struct, frozen=True):
-    """Result of `Reports.events`."""
+    """Result of `EventReports.events`."""
 
     events: list[EventRow]
     complete: bool  # False if older events were not read
 
 
-# -- the port --------------------------------------------------------------------------------------
+# -- the ports -------------------------------------------------------------------------------------
+# Queries run inside one transaction. Each query uses an index or has a stated bound.
 
 
-class Reports(Protocol):
-    """Queries for operators, inside one transaction. Each uses an index or has a stated bound."""
-
-    # -- status and audit --------------------------------------------------------------------------
+class StatusReports(Protocol):
+    """Figures of the whole ledger."""
 
     def standing(self) -> Standing:
         """Return the figures of `status`. Reads counters and never counts events."""
@@ -184,7 +183,9 @@ class Reports(Protocol):
     def audit(self, queue: QueueAudit, *, entered: int | None) -> Audit:
         """Return figures that must agree with each other. Slow, because it counts whole tables."""
 
-    # -- events ------------------------------------------------------------------------------------
+
+class EventReports(Protocol):
+    """Queries for events, their traces, histories and records."""
 
     def event(self, id_: str) -> EventRow | None: ...
 
@@ -231,7 +232,9 @@ class Reports(Protocol):
         Return None if the ledger has more than SCAN records.
         """
 
-    # -- pages -------------------------------------------------------------------------------------
+
+class PageReports(Protocol):
+    """Queries for the stored pages of events."""
 
     def page_of_url(self, key: bytes, sizes: Sizes) -> str | None:
         """Return the id of the newest page of a URL that is still stored."""
@@ -247,7 +250,9 @@ class Reports(Protocol):
         The size is None if retention deleted the page. Reads the newest SCAN fetched events.
         """
 
-    # -- dead letters ------------------------------------------------------------------------------
+
+class LetterReports(Protocol):
+    """Queries for dead letters."""
 
     def letter(self, event_id: str) -> Letter | None: ...
 

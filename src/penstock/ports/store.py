@@ -16,7 +16,7 @@ from penstock.ports.locks import LockTable
 from penstock.ports.outbox import OutboxTable
 from penstock.ports.pages import PageIndex
 from penstock.ports.queue import Members, Outgoing, Queue, QueueReports
-from penstock.ports.reports import Reports
+from penstock.ports.reports import EventReports, LetterReports, PageReports, StatusReports
 from penstock.ports.source import Sources
 
 T = TypeVar("T")
@@ -49,7 +49,10 @@ class Transaction:
     locks: LockTable
     outgoing: Outgoing
     members: Members
-    reports: Reports
+    reports: EventReports
+    status_reports: StatusReports
+    page_reports: PageReports
+    letter_reports: LetterReports
 
 
 class UnitOfWork(Protocol):

@@ -156,6 +156,7 @@ class Assembly:
             claims, hosts = SqlClaimTable(sql, self.claims), SqlHosts(sql, self.claims)
         else:
             claims, hosts = NoClaimTable(), self.claims.hosts
+        reports = SqlReports(sql, figures, queue.paused)
         return Transaction(
             events=events,
             lookup=SqlEventLookup(sql, ledger),
@@ -172,7 +173,10 @@ class Assembly:
             locks=HolderTable(sql),
             outgoing=sent,
             members=members,
-            reports=SqlReports(sql, figures, queue.paused),
+            reports=reports,
+            status_reports=reports,
+            page_reports=reports,
+            letter_reports=reports,
         )
 
     def with_settings(self, settings: LifecycleSettings) -> None:
