@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from tools.services.processes import identity
-from tools.services.servers import SERVERS
+from tools.services.servers import SERVERS, cluster_id
 from tools.services.state import Place
 
 ROOT = Path(__file__).parents[2]
@@ -294,3 +294,8 @@ def test_compose_has_the_same_servers_on_the_same_ports() -> None:
         assert re.search(r"image: \S+:\d+\.\d+\S*( #.*)?$", block, re.MULTILINE), (
             "pinned by version"
         )
+
+
+def test_a_cluster_id_of_kafka_is_never_read_as_an_option() -> None:
+    assert cluster_id(b"\xff" * 16) == "f" + "_" * 20 + "w"
+    assert not any(cluster_id(bytes([n]) * 16).startswith("-") for n in range(256))

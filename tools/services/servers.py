@@ -319,6 +319,15 @@ class JavaServer(Server):
         ]
 
 
+def cluster_id(random: bytes) -> str:
+    """Return 16 bytes as Kafka writes an id, without the highest bit of the first byte.
+
+    So the id never starts with "-", which Kafka's tool would read as an option.
+    """
+    made = bytes([random[0] & 0x7F, *random[1:]])
+    return base64.urlsafe_b64encode(made).decode().rstrip("=")
+
+
 class Kafka(JavaServer):
     name = "kafka"
     # Clients connect to the address that a broker advertises. For tests with a proxy, the listener
@@ -384,14 +393,13 @@ class Kafka(JavaServer):
             "group.consumer.min.heartbeat.interval.ms=200",
         )
         if not (logs / "meta.properties").exists():
-            cluster = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
             tool = self.java(
                 classes,
                 "kafka.tools.StorageTool",
                 "format",
                 "--standalone",
                 "-t",
-                cluster,
+                cluster_id(uuid.uuid4().bytes),
                 "-c",
                 properties,
             )
