@@ -282,7 +282,8 @@ class Handlers:
             self._pass_on(item)
         except (Exception, asyncio.CancelledError) as e:
             self._on_error(item, "extract", e)
-        self._finish(item)
+        finally:
+            self._finish(item)
 
     def _publish_page(self, item: InflightEvent) -> None:
         """Publish the page on `pages`, for the workers of the stage `extract`."""

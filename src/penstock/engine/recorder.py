@@ -86,6 +86,8 @@ class Recorder:
 
     def fail(self, item: InflightEvent, stage: str, f: Failure) -> None:
         """End an event after a failure: delay it, retry it, or mark it as dead."""
+        if item.state is State.OUTCOME:
+            return  # it has ended, for example before its handler was cancelled
         now, max_age = self._clock.now(), self._options.max_age
         # The host or its proxies are blocked. No request was sent, so no attempt is charged.
         if f.kind is ErrorClass.THROTTLED and f.status is None:
@@ -155,7 +157,7 @@ class Recorder:
             log.exception("could not record the outcome of event %s", end.event.id)
             if end.outcome == "dead":
                 item.state = State.HANDLER  # the shutdown releases its delivery
-                raise
+                return
             await self._record([(item, _rejected(end, e))])
             return
         now = self._clock.now()

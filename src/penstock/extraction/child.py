@@ -177,7 +177,7 @@ class ChildProcess:
             return
         except OSError:  # the child has exited or closed the pipe. The zygote reports its exit.
             self._out.clear()
-        self._loop.remove_writer(self._w)
+        self._stop_writing()
 
     def _readable(self) -> bool:
         """Read and parse data. Return False at end-of-file, or if no data is available."""
@@ -353,11 +353,15 @@ class ChildProcess:
         if self._timer is not None:
             self._timer.cancel()
         self._out.clear()
-        self._loop.remove_writer(self._w)
+        self._stop_writing()
         self._stop_reading()
         self._close()
         if self._future is not None and not self._future.done():
             self._future.set_result(Reply(self._results, exit))
+
+    def _stop_writing(self) -> None:
+        if self._fds:  # after `_close` the number may belong to another file
+            self._loop.remove_writer(self._w)
 
     def _stop_reading(self) -> None:
         if self._reading:

@@ -105,11 +105,11 @@ class ZygoteProcess:
             self._shut_down(Reason.ZYGOTE, "was not waited for")
             await self._exit_status()
             if isinstance(e, TimeoutError):
-                sentence = (
+                message = (
                     f"{pipeline_file}: importing it takes longer than {limits.load_seconds:g} s"
                 )
                 raise ConfigError(
-                    sentence, hint="do no work at the top level of a pipeline file"
+                    message, hint="do no work at the top level of a pipeline file"
                 ) from None
             raise
         if isinstance(answer, wire.Ready):

@@ -180,6 +180,7 @@ class RobotsTxt:
                 raise Failure(
                     e.kind,
                     f"robots.txt: {e.reason}",
+                    code=e.code,
                     after=e.after,
                     status=e.status,
                     detail=e.detail,

@@ -100,7 +100,8 @@ class PageFetcher(Protocol):
         """Start to fetch the page. Most pages need one request, which runs without a task.
 
         The event loop calls `done` once: with the final, successful response and its redirects, a
-        Failure, or CancelledError if the fetch was cancelled.
+        Failure, or CancelledError if the fetch was cancelled. `cancel` may call it before it
+        returns.
 
         `turn` is the number of proxy pools that the event has moved on by. `sleep` is the function
         that waits for a slot. `again` is True if the event's slot was already used.

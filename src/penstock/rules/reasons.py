@@ -6,8 +6,7 @@ module must not change without a migration.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import cache
 from string import Formatter
 
@@ -162,12 +161,12 @@ def sentence(code: Reason, *facts: object, detail: object = "") -> str:
 
 def code_of(text: str | None) -> Reason:
     """Return the code of a stored sentence. Return OTHER for text of user code, and for no text."""
-    return next((code for fits, code in _patterns() if fits(text or "")), Reason.OTHER)
+    return next((code for parts, code in _patterns() if _fits(parts, text or "")), Reason.OTHER)
 
 
 @cache
-def _patterns() -> list[tuple[Callable[[str], object], Reason]]:
-    """Return a pattern for each sentence. Only operators' commands need them.
+def _patterns() -> list[tuple[list[str], Reason]]:
+    """Return the literals of each sentence. Only operators' commands need them.
 
     Longer sentences come first: "HTTP {}" also fits the sentence of an empty body.
     """
@@ -177,11 +176,24 @@ def _patterns() -> list[tuple[Callable[[str], object], Reason]]:
         *_OTHER_SENTENCES,
     ]
     found = [(_literals(text), code) for text, code in sentences]
-    found.sort(key=lambda entry: -sum(map(len, entry[0])))
-    return [
-        (re.compile(".*".join(map(re.escape, parts)) + r"(: .*| while .*)?", re.S).fullmatch, code)
-        for parts, code in found
-    ]
+    return sorted(found, key=lambda entry: -sum(map(len, entry[0])))
+
+
+def _fits(parts: Sequence[str], text: str) -> bool:
+    """Return True if the text has the literals in their order, and then nothing or a detail.
+
+    The work is linear in the text.
+    """
+    at = 0
+    for part in parts[:-1]:
+        found = text.find(part, at)
+        if found < 0 or (at == 0 and found > 0):
+            return False
+        at = found + len(part)
+    last, rest = parts[-1], text[at:]
+    if len(parts) == 1:
+        return text == last or text.startswith((f"{last}: ", f"{last} while "))
+    return rest.endswith(last) or f"{last}: " in rest or f"{last} while " in rest
 
 
 def _literals(sentence: str) -> list[str]:
