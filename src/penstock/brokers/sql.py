@@ -47,9 +47,8 @@ READY, LEASED, DELAYED = 0, 1, 2  # states of a message in a group's queue
 # of its key.
 ORDERED_CLASS = 1
 NEVER = 1e18  # `next_at` of an ordered key while one of its messages is leased
-
-
-# Seconds for which a topic's `max_depth` is cached. Another process may change it.
+# Seconds for which a topic is cached. Another process may change its `max_depth`, which SQLite
+# reads again for each publish.
 TOPIC_CACHE_SECONDS = 5.0
 
 

@@ -266,7 +266,13 @@ class GroupConsumer:
         at = [(tp.topic, tp.partition) for tp in partitions]
         last: CommitRequest = []
         if not (self.abandoned or self._loop.is_closed()):
-            work = asyncio.run_coroutine_threadsafe(self._reader.on_revoking(at), self._loop)
+            revoking = self._reader.on_revoking(at)
+            try:
+                work = asyncio.run_coroutine_threadsafe(revoking, self._loop)
+            except RuntimeError:  # the event loop was closed in the meantime
+                revoking.close()
+                self.closing = self.abandoned = True
+                return self._drop(consumer, partitions, [], False)
             try:
                 last = work.result(self._reader.settings.grace + 5)
             except (TimeoutError, CancelledError):

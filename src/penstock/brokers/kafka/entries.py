@@ -22,7 +22,6 @@ class Partition:
     __slots__ = (
         "base",
         "commit_confirmed",
-        "epoch",
         "group",
         "last_watermark",
         "leaving",

@@ -382,7 +382,15 @@ class GroupReader:
     def _start_task(self, work: Coroutine[None, None, None]) -> None:
         task = self._loop.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._on_task_done)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        """Log the exception of a task. Then end the reader, because nothing would be committed."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("a task of the Kafka reader failed: the reader is replaced", exc_info=error)
+            self.consumer.closing = True
+            self.wakeup.set()
 
     def _set_timer(self) -> None:
         if self._timer is not None:

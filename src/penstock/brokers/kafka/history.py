@@ -59,8 +59,8 @@ def read(settings: Settings, plan: Layout, spans: Spans, limit: int) -> list[Buf
                 error, at, offset = m.error(), (m.topic(), m.partition()), m.offset()
                 if error is not None and error.code() != KafkaError._PARTITION_EOF:
                     raise unavailable_error(settings, error, f"reading {m.topic()}")
-                if at not in left:
-                    continue
+                if at not in left or (error is not None and offset < open_spans[at][1]):
+                    continue  # an early end of the partition: this replica is behind its leader
                 if error is None and offset < open_spans[at][1]:
                     found.append(read_message(m, parts[at]))
                     left[at] -= 1

@@ -97,6 +97,7 @@ class SqliteQueue(SqliteReports):
 
     def has_work(self, topic: str, group: str) -> bool:
         """Return True if a message may be ready now. Reads only, in O(log n)."""
+        self.queue.forget_after_rollback()
         g = self.queue.groups.get((topic, group))
         if g is None:
             return True
@@ -339,8 +340,8 @@ class SqliteQueue(SqliteReports):
 
     def _ack(self, deliveries: Sequence[Delivery]) -> bool:
         """Ack all deliveries. Return False if a lease was lost. Then none is acked."""
+        by_token = self._by_lease(deliveries)  # may insert a group, which must stay
         self.tx.execute("SAVEPOINT ack")
-        by_token = self._by_lease(deliveries)
         for token, (g, positions) in by_token.items():
             self.tx.execute(
                 "DELETE FROM queue WHERE grp=? AND token=? AND state=1 AND seq IN (SELECT value"

@@ -283,13 +283,21 @@ class SqsSubscription:
         for state in self._states:
             mine = [held for held in by_age if held.queue == state.queue]
             extra += mine[MAX_PREFETCHED:]
+        if not extra:
+            return
         tokens = {held.delivery.token for held in extra}
         self._backlog.drop(lambda held: held.delivery.token in tokens)
         self._spawn(self._set_visibility([(held, EXTRA_HIDDEN) for held in extra]))
 
     def _drop_expired(self, now: float) -> None:
-        """Drop messages whose leases have expired, because they can no longer be settled."""
-        self._backlog.drop(lambda held: held.until <= now)
+        """Drop prefetched messages with less than half of their lease.
+
+        A caller could not renew such a lease in time. Messages whose leases have not expired are
+        returned to SQS.
+        """
+        old = self._backlog.drop(lambda held: held.until <= now + self.lease / 2)
+        if live := [held for held in old if held.until > now]:
+            self._spawn(self._set_visibility([(held, 0) for held in live]))
         if now > self._last_sweep + self.lease:
             self._last_sweep = now
             self._handed_out = {
