@@ -211,7 +211,6 @@ def status(
 
     Exit code 1 if one has failed.
     """
-
     worker = _worker(common, url)
     known = worker.connectors()
     found = dict(sorted(known.items())) if all else owned(known, _pipeline_name(pipeline))
@@ -254,7 +253,6 @@ def restart(
 
     Positions are kept.
     """
-
     worker, of = _worker(common, url), _pipeline_name(pipeline)
     known = worker.connectors()
     chosen = {name: find_owned(known, name, of)} if name is not None else owned(known, of)
@@ -294,7 +292,6 @@ def delete(
 
     Topics, tables and replication slots stay. The slots are listed.
     """
-
     if (name is None) != all:
         raise UsageError("no connector given", hint="penstock connect delete NAME, or --all")
     worker, of = _worker(common, url), _pipeline_name(pipeline)
@@ -332,12 +329,10 @@ def delete(
 
 
 def _worker(common: Common, url: str | None) -> Worker:
-
     return Worker(url or common.load().config.connect.url)
 
 
 def _planned(common: Common, file: str | None, url: str | None) -> tuple[Worker, Plan]:
-
     config = common.load().config
     pipeline = load(pipeline_file(config, file, "penstock connect plan FILE"))
     connectors = render(pipeline)
@@ -396,7 +391,6 @@ def _sum(made: Plan) -> str:
 
 
 def _show_status(name: str, status: Status) -> None:
-
     made = table((plain(name), FIXED), ("state", FIXED), ("worker", FOLD))
     states: list[tuple[str, Any]] = [
         ("connector", status.connector),

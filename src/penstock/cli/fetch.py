@@ -171,7 +171,6 @@ async def _run(config: Config, event: Event, max_wait: float, ignoring: str) -> 
 
 async def _slot(store: Politeness, pace: PaceRecorder, host: str, max_wait: float) -> None:
     """Wait for the host's next slot. Raise Failure if it is more than `max_wait` seconds away."""
-
     slots = await store.claims.reserve({host: 1}, within=max_wait)
     wait = slots[host][0] - store.clock.now()
     if wait > max_wait:
@@ -259,7 +258,6 @@ class _Report:
 
         These are the requested URLs, and the target of a redirect that was not followed.
         """
-
         found = list(dict.fromkeys([self.event.url, *(x["url"] for x in pages)]))
         if (
             self.last is not None
@@ -273,7 +271,6 @@ class _Report:
         return list(dict.fromkeys(found))
 
     def _robots(self, url: str) -> dict[str, Any]:
-
         agent = product_token(self._config.net.user_agent)
         about = {
             "url": url,

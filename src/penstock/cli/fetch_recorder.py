@@ -72,7 +72,6 @@ class HttpClient(Protocol):
         body: bytes | None = None,
         proxy: str | None = None,
     ) -> Response: ...
-
     async def close(self) -> None: ...
 
 
@@ -148,7 +147,6 @@ async def guard_verdict(
 
     The client connects to the addresses found here, because the guard caches its answers.
     """
-
     start, failure = time.monotonic(), None
     try:
         unchecked = through_proxy and fetcher.options.remote_dns

@@ -90,7 +90,7 @@ def show(
         else:
             for name, value in about.items():
                 lines = value if isinstance(value, dict) else {}
-                say(styled(f"{name:<14}", "dim"), str(value or "") if not lines else "")
+                say(styled(f"{name:<14}", "dim"), "" if lines or value is None else str(value))
                 for key, text in lines.items():
                     say(f"  {key}: {text}")
     if output is not None:

@@ -177,7 +177,6 @@ def _known(common: Common, config: Config) -> tuple[list[Row], dict[str, tuple[f
 def _pool(
     name: str, config: Config, troubled: list[Row], had: tuple[float, int, str] | None, now: float
 ) -> dict[str, Any]:
-
     c = config.proxies[name]
     by_member: dict[str, list[dict[str, Any]]] = {}
     for row in troubled:
@@ -275,7 +274,6 @@ async def _try_all(config: Config, names: list[str], url: str, limit: int) -> li
 async def _try(
     fetcher: Fetcher, gate: asyncio.Semaphore, pool: str, member: Member, url: str
 ) -> dict[str, Any]:
-
     async with gate:
         start = time.monotonic()
         try:

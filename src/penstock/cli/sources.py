@@ -229,7 +229,7 @@ def _unknown(name: str, known: list[str]) -> UsageError:
 def _read(
     common: Common, config: Config, question: Callable[[Transaction], T], without_state: T
 ) -> T:
-    """Return the answer to a question, or `without_state` if no event was ever accepted."""
+    """Return the answer to a question, or `without_state` if there is no state yet."""
     from penstock.runtime.stores import has_state
 
     if not has_state(config.ledger.url):

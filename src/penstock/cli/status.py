@@ -209,8 +209,8 @@ def picture(looked: Look, now: float) -> RenderableType:
     parts: list[RenderableType] = []
     for label, name, text, command in warnings:
         style = "bold white on red" if label in (" paused ", " sink down ") else "black on yellow"
-        line = Text.assemble((label, style), " ", (plain(name), "bold"), f": {plain(text)}  ")
-        parts += [line.append(command, "cyan"), ""]
+        line = Text.assemble((label, style), " ", (plain(name), "bold"), f": {plain(text)}")
+        parts += [line.append(f"  {command}" if command else "", "cyan"), ""]
     parts += [_figures(found), "", _workers(found, workers, now)]
     for part in (_yield(found), _delays(found, now), _causes(found, now), _sinks(found)):
         if part is not None:

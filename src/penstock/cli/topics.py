@@ -238,7 +238,6 @@ def rewind(
 
     Events that have ended are not processed again.
     """
-
     with common.stores(create=True) as stores:
         _known(stores, topic)
         at = _moment(since, stores.clock.now())

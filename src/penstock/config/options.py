@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from urllib.parse import parse_qsl
 
 from penstock.config.units import Kind
 from penstock.errors import ConfigError
+
+Resolve = Callable[[str, object], object]
 
 
 def suggest(
@@ -42,10 +44,19 @@ def check_names(where: str, given: Iterable[str], known: Iterable[str]) -> None:
             )
 
 
-def read_option(where: str, name: str, value: object, kind: Kind) -> Any:
-    """Return the value of an option. Raises ConfigError, which never shows a password."""
+def _as_given(name: str, value: object) -> object:
+    return value
+
+
+def read_option(
+    where: str, name: str, value: object, kind: Kind, resolve: Resolve = _as_given
+) -> Any:
+    """Return the value of an option. Raises ConfigError, which never shows a password.
+
+    The error shows the given value, not what `resolve` made of it.
+    """
     try:
-        return kind.read(value)
+        return kind.read(resolve(name, value))
     except (ValueError, OverflowError, TypeError):
         shown = "not valid" if "password" in name or "secret" in name else repr(value)
         raise ConfigError(f"{where}: {name} is {shown}", hint=f"use {kind.expected}") from None
@@ -57,15 +68,19 @@ def read_options(
     known: Mapping[str, Kind],
     *,
     unchecked: tuple[str, ...] = (),
+    resolve: Resolve = _as_given,
 ) -> dict[str, Any]:
     """Return the values of the given options. Raises ConfigError for an unknown name or value.
 
-    Options whose names start with a prefix in `unchecked` are returned as they are.
+    Options whose names start with a prefix in `unchecked` are not checked. `resolve` gets the name
+    and the value of each option, and returns the value to read.
     """
     names = [*known, *(f"{prefix}NAME" for prefix in unchecked)]
     check_names(where, (name for name in given if not name.startswith(unchecked)), names)
     return {
-        name: read_option(where, name, value, known[name]) if name in known else value
+        name: read_option(where, name, value, known[name], resolve)
+        if name in known
+        else resolve(name, value)
         for name, value in given.items()
     }
 

@@ -306,15 +306,20 @@ class WorkerProcess:
         for sink, options in self.sinks:
             only = tuple(options.get("only", ()))
             bindings.append(SinkBinding(sink.name, only))
-            if isinstance(sink, TableSink) and sink.shares(self.config.ledger.url):
+            in_ledger = isinstance(sink, TableSink) and sink.shares(self.config.ledger.url)
+            if isinstance(sink, TableSink) and in_ledger:
                 self.stores.db.write_now(sink.prepare_in)
                 self.stores.table_sinks[sink.name] = sink.write_in
-            elif "sink" in self.roles:
+            if "sink" in self.roles and (not in_ledger or self._has_backlog(sink.name)):
                 lock = self.stores.db.lock(sink_lock(self.config, sink.name))
                 self.flushers.append(
                     Flusher(sink, self.stores.uow, lock, self.clock, on_notice=self._notice)
                 )
         return bindings
+
+    def _has_backlog(self, sink: str) -> bool:
+        """True if the outbox has rows of the sink. A release before may have left some."""
+        return self.stores.uow.snapshot(lambda tx: tx.outbox.backlog(sink)) > 0
 
     def _open_readers(self, fetcher: CurlFetcher) -> None:
         claims = self.stores.claims

@@ -91,7 +91,7 @@ class ColumnTable(abc.ABC):
             )
         if not adopt:
             self._refuse_other_tables()
-        self._add_columns(tx, {})
+        self._add_own_columns(tx)
 
     # -- columns -----------------------------------------------------------------------------------
 
@@ -109,6 +109,10 @@ class ColumnTable(abc.ABC):
             f"table {self.name}: some fields can have no column (max_columns = "
             f"{self.max_columns}, {why}) and are kept as JSON in {REST}"
         )
+
+    def _add_own_columns(self, tx: Tx) -> None:
+        """Add the sink's own columns and its index to an existing table."""
+        self._add_columns(tx, {})
 
     def _add_columns(self, tx: Tx, new: Mapping[str, str]) -> None:
         """Create the table, or add the missing columns. Create the index for the mode."""

@@ -110,10 +110,10 @@ class PostgresTable(ColumnTable):
         except errors.UniqueViolation:  # another process creates it at the same time
             pass
 
-    def prepare(self, tx: Tx, *, adopt: bool) -> None:
+    def _add_own_columns(self, tx: Tx) -> None:
         try:
             with savepoint(tx):
-                super().prepare(tx, adopt=adopt)
+                super()._add_own_columns(tx)
         except errors.InsufficientPrivilege as e:
             raise ConfigError(
                 f"this user cannot change the table {self.name}: "

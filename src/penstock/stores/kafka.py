@@ -57,11 +57,17 @@ def parse(
             f"{where}: {name!r} cannot be a topic" if name else f"{where}: its URL names no topic",
             hint=f"write it as {address.scheme}://{address.hosts}/products",
         )
-    resolved = {
-        option: resolve_env(f"{where}: {option}", value, env) if isinstance(value, str) else value
-        for option, value in {**address.login, **address.options, **given}.items()
-    }
-    found = read_options(where, resolved, {**CONNECTION, **known}, unchecked=RDKAFKA)
+
+    def resolve(option: str, value: object) -> object:
+        return resolve_env(f"{where}: {option}", value, env) if isinstance(value, str) else value
+
+    found = read_options(
+        where,
+        {**address.login, **address.options, **given},
+        {**CONNECTION, **known},
+        unchecked=RDKAFKA,
+        resolve=resolve,
+    )
     own = {option: found.pop(option) for option in known if option in found}
     connection = {_RENAMED.get(option, option): value for option, value in found.items()}
     return Topic(name=name, **address.access(connection, EXAMPLE)), own

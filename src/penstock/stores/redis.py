@@ -354,6 +354,8 @@ def parse(url: str) -> tuple[dict[str, Any], bool]:
         options["username"] = unquote(parts.username)
     if parts.password:
         options["password"] = unquote(parts.password)
-    known = OPTIONS | TLS_OPTIONS if parts.scheme == "rediss" else OPTIONS
-    options |= read_options("the Redis DSN", query_options(parts.query), known)
+    given = query_options(parts.query)
+    if parts.scheme == "redis" and TLS_OPTIONS.keys() & given.keys():
+        raise ConfigError("the Redis DSN has TLS options", hint="write it as rediss://…")
+    options |= read_options("the Redis DSN", given, OPTIONS | TLS_OPTIONS)
     return options, options.pop("volatile", "") == "allow"

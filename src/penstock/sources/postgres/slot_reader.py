@@ -48,8 +48,8 @@ SLOT_CHECK_INTERVAL = 1.0
 FULL_CHECK_INTERVAL = 0.25
 # Seconds between two heartbeats to an idle server, which drops a silent reader after 60 s.
 HEARTBEAT_INTERVAL = 1.0
-# A slot may still belong to a killed connection for this many checks, which take 2 s or longer.
-# Elapsed time would also count a suspended machine.
+# A slot may still belong to a killed connection for this many checks, about 2 s. Elapsed time
+# would also count a suspended machine.
 SLOT_RELEASE_CHECKS = 40
 SLOT_RELEASE_INTERVAL = 0.05  # seconds between two of these checks
 
