@@ -189,7 +189,7 @@ def read_value(option: str, text: str, kind: Kind) -> Any:
     try:
         return kind.read(text)
     except ValueError:
-        raise UsageError(f"{option} {text!r} cannot be read", hint=f"use {kind.expected}") from None
+        raise UsageError(f"{option} {text!r} is not {kind.expected}") from None
 
 
 Json = Annotated[bool, Parameter(name="--json", help="one JSON document on stdout")]

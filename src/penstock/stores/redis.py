@@ -355,7 +355,9 @@ def parse(url: str) -> tuple[dict[str, Any], bool]:
     if parts.password:
         options["password"] = unquote(parts.password)
     given = query_options(parts.query)
-    if parts.scheme == "redis" and TLS_OPTIONS.keys() & given.keys():
-        raise ConfigError("the Redis DSN has TLS options", hint="write it as rediss://…")
+    if parts.scheme == "redis" and (tls := sorted(TLS_OPTIONS.keys() & given.keys())):
+        raise ConfigError(
+            f"the Redis DSN has the TLS option {tls[0]}", hint="write it as rediss://…"
+        )
     options |= read_options("the Redis DSN", given, OPTIONS | TLS_OPTIONS)
     return options, options.pop("volatile", "") == "allow"
