@@ -385,9 +385,13 @@ class GroupReader:
         task.add_done_callback(self._on_task_done)
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
-        """Log the exception of a task. Then end the reader, because nothing would be committed."""
+        """Log the exception of a task. Then end the reader, because nothing would be committed.
+
+        An outage does not end it: the commit is repeated.
+        """
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, StoreUnavailable):
             _log.error("a task of the Kafka reader failed: the reader is replaced", exc_info=error)
             self.consumer.closing = True
             self.wakeup.set()
