@@ -385,10 +385,7 @@ class GroupReader:
         task.add_done_callback(self._on_task_done)
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
-        """Log the exception of a task. Then end the reader, because nothing would be committed.
-
-        An outage does not end it: the commit is repeated.
-        """
+        """Log an unexpected exception of a task, and end the reader. An outage does not end it."""
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, StoreUnavailable):
