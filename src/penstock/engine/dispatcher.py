@@ -228,12 +228,14 @@ class Dispatcher:
                 self._in_flight[host] = n
             else:
                 del self._in_flight[host]
-            self._call_next(host)
+            if self._waiting_for_host:
+                self._call_next(host)
         self.free_permit()
 
     def free_permit(self) -> None:
         self.active -= 1
-        self._freed.set()
+        if self._returning:
+            self._freed.set()
         self._startable.set()
 
     async def take_permit_again(self, wait: float) -> None:
@@ -303,7 +305,7 @@ class Dispatcher:
 
         Called when a place at the host is free, or when the chosen event could not use it.
         """
-        if self._waiting_for_host and (waiting := self._waiting_for_host.get(host)):
+        if waiting := self._waiting_for_host.get(host):
             item = waiting.popleft()
             item.state = State.PERMIT
             self._ready.appendleft(item)

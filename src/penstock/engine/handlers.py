@@ -351,11 +351,13 @@ class Handlers:
             )
             self._publish(item, "writing", "records", message.write())
         else:
-            empty = sentence(Reason.EMPTY if x.matched else Reason.UNMATCHED)
+            reason = ""
+            if not x.records and not x.links:
+                reason = sentence(Reason.EMPTY if x.matched else Reason.UNMATCHED)
             self._recorder.end(
                 item,
                 "success",
-                reason="" if x.records or x.links else empty,
+                reason=reason,
                 records=x.records,
                 links=x.links,
                 extractors=self._signature(item.event.url),

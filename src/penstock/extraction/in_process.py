@@ -100,15 +100,7 @@ class InProcess:
     ) -> Sequence[Extracted]:
         results = []
         for i, fetched in enumerate(pages, 1):
-            page = Page.received(
-                fetched.url,
-                fetched.body,
-                fetched.status,
-                fetched.headers,
-                fetched.fetched_at,
-                fetched.event,
-                fetched.requested_url,
-            )
+            page = Page.received(*msgspec.structs.astuple(fetched))
             try:
                 results.append(run_page(self._pipeline, page))
             except (MemoryError, SystemExit) as e:

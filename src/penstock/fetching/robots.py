@@ -54,10 +54,11 @@ class RobotsTxt:
         if not self.applies(host):
             return True
         known = self._known.get(url[: url.find("/", 8)])
-        if known is None or known.until <= self._clock.now() or not (200 <= known.status < 500):
-            return False
-        return known.robots is rules.ALLOW_ALL or known.robots.allows(
-            self._options.agent, url, canonical=True
+        return (
+            known is not None
+            and 200 <= known.status < 500
+            and known.until > self._clock.now()
+            and known.robots.allows(self._options.agent, url, canonical=True)
         )
 
     async def check(self, url: str, host: str, proxy: str | None) -> bool:

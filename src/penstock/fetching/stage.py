@@ -66,24 +66,17 @@ class _RedirectChain(msgspec.Struct):
     until: float = 0.0  # when the state of a delayed chain expires
 
 
-class _Running:
+class _Running(msgspec.Struct):
     """A fetch in progress: its only request, or the task of the whole fetch."""
 
-    __slots__ = ("_again", "_baseline", "_done", "_event", "_sleep", "_stage", "_turn", "part")
-
-    def __init__(
-        self,
-        stage: FetchStage,
-        event: Event,
-        baseline: Baseline | None,
-        done: Done,
-        turn: int,
-        sleep: Sleep | None,
-        again: bool,
-    ) -> None:
-        self._stage, self._event, self._baseline, self._done = stage, event, baseline, done
-        self._turn, self._sleep, self._again = turn, sleep, again
-        self.part: Cancellable | None = None
+    stage: FetchStage
+    event: Event
+    baseline: Baseline | None
+    done: Done
+    turn: int
+    sleep: Sleep | None
+    again: bool
+    part: Cancellable | None = None
 
     def cancel(self) -> None:
         if self.part is not None:
@@ -92,31 +85,31 @@ class _Running:
     def on_response(self, answer: Response | BaseException) -> None:
         """Deliver the result of a request without a task, or continue with it in a task."""
         try:
-            if isinstance(answer, Response) and not self._stage.is_final(self._event, answer):
+            if isinstance(answer, Response) and not self.stage.is_final(self.event, answer):
                 self.start_task(answer)
                 return
         except Exception as e:
             answer = e
-        self._done(answer)
+        self.done(answer)
 
     def start_task(self, answer: Response | None = None) -> None:
         self.part = task = asyncio.ensure_future(
-            self._stage.fetch(
-                self._event,
-                self._baseline,
-                turn=self._turn,
+            self.stage.fetch(
+                self.event,
+                self.baseline,
+                turn=self.turn,
                 answer=answer,
-                sleep=self._sleep,
-                again=self._again,
+                sleep=self.sleep,
+                again=self.again,
             )
         )
         task.add_done_callback(self._on_task_end)
 
     def _on_task_end(self, task: asyncio.Task[Response]) -> None:
         if task.cancelled():
-            self._done(asyncio.CancelledError())
+            self.done(asyncio.CancelledError())
         else:
-            self._done(task.exception() or task.result())
+            self.done(task.exception() or task.result())
 
 
 class FetchStage:

@@ -25,14 +25,10 @@ def parse_head(lines: list[bytes]) -> tuple[int, str, dict[str, str]]:
     """
     # Fast path for one complete head, which is the usual case.
     if lines[-1:] == _END and lines.index(b"\r\n") == len(lines) - 1:
-        plain: dict[str, str] = {}
         known = _cached.get
-        for line in lines[1:-1]:
-            pair = known(line) or _parse_line(line)
-            if pair is None or pair[0] in plain:
-                break
-            plain[pair[0]] = pair[1]
-        else:
+        pairs = [known(line) or _parse_line(line) for line in lines[1:-1]]
+        plain = dict(filter(None, pairs))
+        if len(plain) == len(pairs):  # no line needs another line, and no name is repeated
             return *_status(lines[0].decode("latin-1")), plain
     head, end, rest = b"".join(lines).decode("latin-1").replace("\r\n", "\n").partition("\n\n")
     while rest.startswith("HTTP/"):

@@ -164,13 +164,11 @@ class Robots:
         return self._group(agent).delay
 
     def _group(self, agent: str) -> _Group:
-        name = _token(agent)
-        if name not in self._rules:
-            name = "*"
-        group = self._compiled.get(name)
+        group = self._compiled.get(agent)
         if group is None:
+            name = _token(agent) if _token(agent) in self._rules else "*"
             group = _Group(self._rules.get(name, ()), self._delays.get(name))
-            self._compiled[name] = group
+            self._compiled[agent] = group
         return group
 
 
