@@ -70,8 +70,7 @@ class SqliteQueue(SqliteReports):
                         m.not_before if later else 0.0,
                     ),
                 )
-                counts = added.setdefault(g, [0, 0])
-                counts[later] += 1
+                added.setdefault(g, [0, 0])[later] += 1
                 if not later:
                     keys[g, prio, m.key] += 1
             answers.append((Published.OK, seq))
@@ -247,13 +246,12 @@ class SqliteQueue(SqliteReports):
     def holds(self, deliveries: Sequence[Delivery]) -> list[bool]:
         held: dict[int, set[int]] = {}
         for token, (g, positions) in self._by_lease(deliveries).items():
-            held_now = (
+            held_now = self.tx.execute(
                 "SELECT json_group_array(q.seq) FROM json_each(?) CROSS JOIN queue q ON"
-                " q.grp=? AND q.seq=value WHERE q.token=? AND q.state=1"
+                " q.grp=? AND q.seq=value WHERE q.token=? AND q.state=1",
+                (str(positions), g.id, token),
             )
-            held[token] = set(
-                msgspec.json.decode(self.tx.execute(held_now, (str(positions), g.id, token)).get)
-            )
+            held[token] = set(msgspec.json.decode(held_now.get))
         return [d.position in held[d.token] for d in deliveries]
 
     def _by_lease(self, deliveries: Iterable[Delivery]) -> dict[int, tuple[Group, list[int]]]:
@@ -305,9 +303,7 @@ class SqliteQueue(SqliteReports):
             answers.append(applied)
             if not applied:
                 continue
-            sums = deltas.setdefault(g, [0, 0, 0])
-            for i in range(3):
-                sums[i] += delta[i]
+            deltas[g] = [a + b for a, b in zip(deltas.get(g, (0, 0, 0)), delta, strict=True)]
             if isinstance(outcome, Release):
                 prio = self.tx.execute(
                     "SELECT prio FROM queue WHERE grp=? AND seq=?", (g.id, d.position)
