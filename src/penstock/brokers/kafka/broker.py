@@ -123,9 +123,14 @@ class KafkaBroker:
 
         `PartitionLag.lag` counts all unsettled messages, including those in flight.
         """
-        plan = await self.layout(topic)
-        lags = await self._run_admin(self.topics.read_lags, plan, group)
+        _, lags = await self._read_lags(topic, group)
         return list(lags.values())
+
+    async def _read_lags(
+        self, topic: str, group: str
+    ) -> tuple[Layout, dict[TopicAndPartition, PartitionLag]]:
+        plan = await self.layout(topic)
+        return plan, await self._run_admin(self.topics.read_lags, plan, group)
 
     async def partitions(self, topic: str, group: str) -> list[dict[str, object]]:
         """Return the lag of each partition, for `penstock topics stats --json`."""
@@ -141,8 +146,7 @@ class KafkaBroker:
         ]
 
     async def stats(self, topic: str, group: str) -> Stats:
-        plan = await self.layout(topic)
-        lags = await self._run_admin(self.topics.read_lags, plan, group)
+        plan, lags = await self._read_lags(topic, group)
         reader = self._readers.get((topic, group))
         in_flight = len(reader.handed_out) if reader is not None else 0
         waiting = reader.delayed_count() if reader is not None else 0
@@ -177,8 +181,7 @@ class KafkaBroker:
 
     async def peek(self, topic: str, limit: int) -> Sequence[Out]:
         """Return unsettled messages of the topic's first group, oldest first."""
-        plan = await self.layout(topic)
-        lags = await self._run_admin(self.topics.read_lags, plan, self._first_group(topic))
+        plan, lags = await self._read_lags(topic, self._first_group(topic))
         spans = {at: (r.start, r.end) for at, r in lags.items()}
         settled = max((len(r.ahead) for r in lags.values()), default=0)
         found = [
@@ -205,8 +208,7 @@ class KafkaBroker:
         return "main" if "main" in groups else min(groups)
 
     async def purge(self, topic: str) -> int:
-        plan = await self.layout(topic)
-        lags = await self._run_admin(self.topics.read_lags, plan, self._first_group(topic))
+        _, lags = await self._read_lags(topic, self._first_group(topic))
         ends = {at: r.end for at, r in lags.items() if r.end > r.low}
         await self._run_admin(self.topics.delete_before, ends)
         for (name, _), reader in self._readers.items():
@@ -232,12 +234,8 @@ class KafkaBroker:
         If the group has no members, its offsets are moved back and no message is copied. If it has
         members, the messages that it has settled are copied, with the same ids.
         """
-        plan = await self.layout(topic)
-        lags = {
-            at: r
-            for at, r in (await self._run_admin(self.topics.read_lags, plan, group)).items()
-            if r.topic in plan.names
-        }
+        plan, found_lags = await self._read_lags(topic, group)
+        lags = {at: r for at, r in found_lags.items() if r.topic in plan.names}
         if offsets is not None:
             bare = plan.names[NORMAL]
             starts = {

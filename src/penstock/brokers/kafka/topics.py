@@ -332,24 +332,24 @@ class Topics:
         for new in topics:
             partitions = cluster.topics[new.topic].partitions
             copies = min((len(p.replicas) for p in partitions.values()), default=0)
-            for what, have, want in (
-                ("partitions", len(partitions), new.num_partitions),
-                ("copies", copies, new.replication_factor),
-            ):
-                if have != want:
-                    drift.append(
-                        f"topic {new.topic}: {have} {what} on the server and {want} in the"
-                        " configuration; nothing was changed"
-                    )
+            drift += [
+                f"topic {new.topic}: {have} {what} on the server and {want} in the"
+                " configuration; nothing was changed"
+                for what, have, want in (
+                    ("partitions", len(partitions), new.num_partitions),
+                    ("copies", copies, new.replication_factor),
+                )
+                if have != want
+            ]
             config = found.get(new.topic, {})
             if "retention.ms" in config:
                 self.retention[new.topic] = int(config["retention.ms"]) / 1000
-            for name, value in new.config.items():
-                if config.get(name, value) != value:
-                    drift.append(
-                        f"topic {new.topic}: {name} is {config[name]} on the server and {value} in"
-                        " the configuration; nothing was changed"
-                    )
+            drift += [
+                f"topic {new.topic}: {name} is {config[name]} on the server and {value} in"
+                " the configuration; nothing was changed"
+                for name, value in new.config.items()
+                if config.get(name, value) != value
+            ]
             if int(config.get("retention.bytes", -1)) >= 0:
                 drift.append(
                     f"topic {new.topic}: retention.bytes is {config['retention.bytes']}, so unread"
