@@ -57,10 +57,7 @@ class FleetClock:
         if answered - asked <= self._width or answered - self._at > MEASURED:
             self._width, self._at = answered - asked, answered
             # The smallest and the largest possible lead of the server's clock, in seconds.
-            ahead, behind = (
-                server - answered,
-                server - asked,
-            )
+            ahead, behind = server - answered, server - asked
             self.offset = 0.0 if ahead <= 0.0 <= behind else ahead if ahead > 0.0 else behind
 
 
@@ -89,12 +86,11 @@ class RedisClaims(HostView):
         if not keys:
             return {}
         rows = await self.server.command("HMGET", self.base + ":url", *keys)
-        found = {}
-        for key, raw in zip(keys, rows, strict=True):
-            if raw is not None:
-                owner, good, following = _claim(raw)
-                found[key] = Holder(owner, good or None, following or None)
-        return found
+        claims = {key: _claim(raw) for key, raw in zip(keys, rows, strict=True) if raw is not None}
+        return {
+            key: Holder(owner, good or None, following or None)
+            for key, (owner, good, following) in claims.items()
+        }
 
     async def take(self, changes: Sequence[ClaimChange]) -> list[bool]:
         """Take claims by compare-and-set.
