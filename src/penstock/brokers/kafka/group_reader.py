@@ -19,7 +19,7 @@ from penstock.brokers.kafka.entries import MESSAGE_OVERHEAD, BufferedMessage, Pa
 from penstock.brokers.kafka.message import dead_letter, retry
 from penstock.brokers.kafka.producer import BatchProducer, Message
 from penstock.brokers.kafka.topics import Layout, TopicAndPartition
-from penstock.brokers.kafka.url import Settings, unavailable_error
+from penstock.brokers.kafka.url import Settings, explained
 from penstock.errors import StoreUnavailable
 from penstock.model import Ack, Dead, Outcome, Retry
 from penstock.ports import Clock, Delivery, Published
@@ -128,8 +128,8 @@ class GroupReader:
 
     def _raise_outage(self) -> None:
         if self.consumer.outage is not None:
-            raise unavailable_error(
-                self.settings, self.consumer.outage, f"reading {self.plan.topic}"
+            raise explained(
+                StoreUnavailable, self.settings, self.consumer.outage, f"reading {self.plan.topic}"
             )
 
     def delayed_count(self) -> int:
@@ -294,7 +294,8 @@ class GroupReader:
             return_when=asyncio.FIRST_COMPLETED,
         )
         if not done:
-            raise unavailable_error(
+            raise explained(
+                StoreUnavailable,
                 self.settings,
                 self.consumer.outage or KafkaError(KafkaError._TIMED_OUT),
                 f"committing {self.plan.topic}",
