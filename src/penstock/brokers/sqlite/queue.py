@@ -100,7 +100,6 @@ class SqliteQueue(SqliteReports):
         g = self.queue.groups.get((topic, group))
         if g is None:
             return True
-        now = self.clock.now()
         return bool(
             self.tx.execute(
                 """SELECT (SELECT paused FROM topic WHERE id=?) IS NULL AND (
@@ -109,7 +108,7 @@ class SqliteQueue(SqliteReports):
               OR EXISTS(SELECT 1 FROM keyq WHERE grp=?2 AND prio=2 AND ready>0 AND next_at<=?3)
               OR EXISTS(SELECT 1 FROM queue WHERE grp=?2 AND state=1 AND at<=?3) OR EXISTS(SELECT 1
                   FROM queue WHERE grp=?2 AND state=2 AND at<=?3))""",
-                (g.topic, g.id, now),
+                (g.topic, g.id, self.clock.now()),
             ).get
         )
 
@@ -303,7 +302,9 @@ class SqliteQueue(SqliteReports):
             answers.append(applied)
             if not applied:
                 continue
-            deltas[g] = [a + b for a, b in zip(deltas.get(g, (0, 0, 0)), delta, strict=True)]
+            sums = deltas.setdefault(g, [0, 0, 0])
+            for i in range(3):
+                sums[i] += delta[i]
             if isinstance(outcome, Release):
                 prio = self.tx.execute(
                     "SELECT prio FROM queue WHERE grp=? AND seq=?", (g.id, d.position)
