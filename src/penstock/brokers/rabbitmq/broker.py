@@ -149,14 +149,11 @@ class RabbitBroker:
         for topic in {
             m.topic for m in batch if m.not_before > now and m.topic not in self._with_delay_queues
         }:
-            await self._declare_delay_queues(topic)
+            async with self._declaring:
+                await self._declare_queues(self.names.delay_queues(topic))
+                self._with_delay_queues.add(topic)
         at = f"{now:.3f}"
         return await self.publisher.send([self.outgoing(m, at=at) for m in batch])
-
-    async def _declare_delay_queues(self, topic: str) -> None:
-        async with self._declaring:
-            await self._declare_queues(self.names.delay_queues(topic))
-            self._with_delay_queues.add(topic)
 
     def outgoing(
         self, m: Out, *, group: str | None = None, count: int = 0, at: str = ""
