@@ -244,8 +244,10 @@ class BoundSqlQueue(Queue, QueueReports):
         """
 
     def pause(self, topic: str, reason: str | None) -> bool:
-        paused = "UPDATE topic SET paused=? WHERE name=? RETURNING id"
-        return self.tx.execute(paused, (reason, topic)).get is not None
+        updated = self.tx.execute(
+            "UPDATE topic SET paused=? WHERE name=? RETURNING id", (reason, topic)
+        )
+        return updated.get is not None
 
     def paused(self) -> dict[str, str]:
         return dict(
@@ -287,42 +289,46 @@ class BoundSqlQueue(Queue, QueueReports):
         ).fetchall()
 
     def leased_ids(self, limit: int) -> list[str]:
-        leased = (
+        leased = self.tx.execute(
             "SELECT m.id FROM queue q JOIN message m ON m.seq=q.seq WHERE q.state=1"
-            " AND q.grp IN (SELECT id FROM grp) LIMIT ?"
+            " AND q.grp IN (SELECT id FROM grp) LIMIT ?",
+            (limit,),
         )
-        return [id_ for (id_,) in self.tx.execute(leased, (limit,))]
+        return [id_ for (id_,) in leased]
 
     def audit(self, now: float) -> QueueAudit:
-        groups = []
-        for topic, group, gid, ready, leased, delayed in self._noted():
-            counted: dict[int, int] = dict(
-                self.tx.execute(
-                    "SELECT state, count(*) FROM queue WHERE grp=? GROUP BY state", (gid,)
-                ).fetchall()
+        counted: dict[tuple[int, int], int] = {
+            (gid, state): n
+            for gid, state, n in self.tx.execute(
+                "SELECT grp, state, count(*) FROM queue GROUP BY grp, state"
             )
-            groups.append(
-                (
-                    topic,
-                    group,
-                    (ready, leased, delayed),
-                    (counted.get(READY, 0), counted.get(LEASED, 0), counted.get(DELAYED, 0)),
-                )
-            )
+        }
         open_ = "SELECT id FROM event WHERE status IN ('pending','delayed','in_flight','writing')"
         queued = (
             "SELECT m.id FROM queue q JOIN message m ON m.seq=q.seq"
             " WHERE q.grp IN (SELECT id FROM grp WHERE name='main')"
         )
         unqueued = [id_ for (id_,) in self.tx.execute(f"{open_} EXCEPT {queued}")]
-        lingering = f"SELECT count(*) FROM ({queued} EXCEPT {open_}) s"
-        expired = "SELECT count(*) FROM queue WHERE state=1 AND at<?"
+        lingering = self.tx.execute(f"SELECT count(*) FROM ({queued} EXCEPT {open_}) s")
+        expired = self.tx.execute("SELECT count(*) FROM queue WHERE state=1 AND at<?", (now,))
         return QueueAudit(
             unqueued=unqueued[:5],
             unqueued_count=len(unqueued),
-            lingering_count=int(self.tx.execute(lingering).get),
-            groups=groups,
-            expired=int(self.tx.execute(expired, (now,)).get),
+            lingering_count=int(lingering.get),
+            groups=[
+                (
+                    topic,
+                    group,
+                    (ready, leased, delayed),
+                    (
+                        counted.get((gid, READY), 0),
+                        counted.get((gid, LEASED), 0),
+                        counted.get((gid, DELAYED), 0),
+                    ),
+                )
+                for topic, group, gid, ready, leased, delayed in self._noted()
+            ],
+            expired=int(expired.get),
         )
 
     @abstractmethod

@@ -85,12 +85,13 @@ class SqlClaims(HostView):
         )
 
     async def keep_robots(self, origin: str, body: bytes | None, status: int, until: float) -> None:
-        sql = (
-            "INSERT INTO robots VALUES(?,?,?,?) ON CONFLICT(origin) DO UPDATE"
-            " SET body=excluded.body, status=excluded.status, until=excluded.until"
-        )
         await self.db.write(
-            lambda tx: tx.execute(sql, (origin, body, status, until)), durable=False
+            lambda tx: tx.execute(
+                "INSERT INTO robots VALUES(?,?,?,?) ON CONFLICT(origin) DO UPDATE"
+                " SET body=excluded.body, status=excluded.status, until=excluded.until",
+                (origin, body, status, until),
+            ),
+            durable=False,
         )
 
 
@@ -255,11 +256,12 @@ class SqlHosts:
         where = ["1=1"] if ended else ["ended IS NULL"]
         if hosts is not None:
             where.append(f"host IN ({','.join('?' * len(hosts))})")
-        sql = (
+        rows = self._tx.execute(
             "SELECT kind, host, reason, who, at, ended FROM exception"
-            f" WHERE {' AND '.join(where)} ORDER BY n DESC LIMIT ?"
+            f" WHERE {' AND '.join(where)} ORDER BY n DESC LIMIT ?",
+            (*(hosts or ()), limit),
         )
-        return [Exempt(*row) for row in self._tx.execute(sql, (*(hosts or ()), limit))]
+        return [Exempt(*row) for row in rows]
 
     def add_exception(
         self, kind: str, host: str, reason: str, who: str, *, once: bool = False

@@ -62,45 +62,55 @@ class SqlProxies(ProxyView):
 
     async def refresh(self) -> None:
         """Read changes of other workers since the last call into the local view."""
-        sql = (
-            "SELECT changed, proxy, host, failures, until, at, reason FROM proxy_health"
-            " WHERE changed>? ORDER BY changed"
-        )
         since = self._seen - self.overlap
-        for changed, proxy, host, *health in await self.db.read(
-            lambda tx: tx.execute(sql, (since,)).fetchall()
-        ):
+        rows = await self.db.read(
+            lambda tx: tx.execute(
+                "SELECT changed, proxy, host, failures, until, at, reason FROM proxy_health"
+                " WHERE changed>? ORDER BY changed",
+                (since,),
+            ).fetchall()
+        )
+        for changed, proxy, host, *health in rows:
             self._show((proxy, host), _health(*health))
             self._seen = max(self._seen, changed)
 
     async def listed(self, pool: str, members: int, error: str) -> None:
-        sql = (
-            "INSERT INTO proxy_list VALUES(?,?,?,?) ON CONFLICT(pool) DO UPDATE"
-            " SET at=excluded.at, members=excluded.members, error=excluded.error"
-        )
         row = (pool, self.clock.now(), members, error)
-        await self.db.write(lambda tx: tx.execute(sql, row), durable=False)
+        await self.db.write(
+            lambda tx: tx.execute(
+                "INSERT INTO proxy_list VALUES(?,?,?,?) ON CONFLICT(pool) DO UPDATE"
+                " SET at=excluded.at, members=excluded.members, error=excluded.error",
+                row,
+            ),
+            durable=False,
+        )
 
     async def prune(self) -> None:
         before = self.clock.now() - rules.FORGET
-        sql = "DELETE FROM proxy_health WHERE changed<? AND until<?"
-        await self.db.write(lambda tx: tx.execute(sql, (before, before)), durable=False)
+        await self.db.write(
+            lambda tx: tx.execute(
+                "DELETE FROM proxy_health WHERE changed<?1 AND until<?1", (before,)
+            ),
+            durable=False,
+        )
         self._forget(before)
 
     # -- for `penstock proxies ls`
 
     def troubled(self) -> list[tuple[str, str, str, int, float, float, str]]:
         """Return (proxy, host, label, failures, until, at, reason) of each failing proxy."""
-        sql = (
-            "SELECT proxy, host, label, failures, until, at, reason FROM proxy_health"
-            " WHERE failures>0 ORDER BY until DESC, proxy, host"
+        return self.db.moment(
+            lambda tx: tx.execute(
+                "SELECT proxy, host, label, failures, until, at, reason FROM proxy_health"
+                " WHERE failures>0 ORDER BY until DESC, proxy, host"
+            ).fetchall()
         )
-        return self.db.moment(lambda tx: tx.execute(sql).fetchall())
 
     def lists(self) -> dict[str, tuple[float, int, str]]:
         """Return (time, number of members, error) of the last fetch of each pool's list."""
-        sql = "SELECT pool, at, members, error FROM proxy_list"
-        rows = self.db.moment(lambda tx: tx.execute(sql).fetchall())
+        rows = self.db.moment(
+            lambda tx: tx.execute("SELECT pool, at, members, error FROM proxy_list").fetchall()
+        )
         return {pool: (at, members, error) for pool, at, members, error in rows}
 
 

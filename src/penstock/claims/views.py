@@ -161,17 +161,19 @@ class ProxyView:
         reason: str,
         least: float = 0.0,
     ) -> None:
-        def decide(before: proxies.Health | None) -> proxies.Health:
-            return proxies.failed(
+        await self._change(
+            proxy,
+            host,
+            label,
+            lambda before: proxies.failed(
                 before,
                 self.clock.now(),
                 cooldown=cooldown,
                 longest=longest,
                 reason=reason[:200],
                 least=least,
-            )
-
-        await self._change(proxy, host, label, decide)
+            ),
+        )
 
     async def worked(self, proxy: str, host: str, label: str) -> None:
         """Reduce the recorded failures of the proxy.

@@ -2,23 +2,24 @@
 
 Messages are settled in any order. The other modules: `url` (the URL and its options),
 `topics` (server-side names, offsets), `producer`, `consumer`, `group_reader`, `commits`,
-`entries` (buffered messages), `message` (message format), `history` (reading without a group).
+`entries` (buffered messages), `message` (message format).
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar, TypeVarTuple
+from typing import Any, TypeVar, TypeVarTuple
 
 import msgspec
+from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
-from penstock.brokers.kafka.entries import BufferedMessage
+from penstock.brokers.kafka.entries import BufferedMessage, Partition
 from penstock.brokers.kafka.group_reader import GroupReader
-from penstock.brokers.kafka.history import Spans, read
-from penstock.brokers.kafka.message import ID, compose
+from penstock.brokers.kafka.message import ID, compose, read_message
 from penstock.brokers.kafka.producer import BatchProducer, Message
 from penstock.brokers.kafka.topics import (
     NORMAL,
@@ -27,7 +28,7 @@ from penstock.brokers.kafka.topics import (
     TopicAndPartition,
     Topics,
 )
-from penstock.brokers.kafka.url import Settings, parse
+from penstock.brokers.kafka.url import Settings, explained, parse
 from penstock.errors import ConfigError, StoreUnavailable
 from penstock.model import Outcome
 from penstock.ports import (
@@ -41,11 +42,15 @@ from penstock.ports import (
     TopicSpec,
 )
 from penstock.rules.priority import LOWEST, class_of
+from penstock.rules.watermark import Window
 from penstock.stores.context import Context
+from penstock.stores.kafka_access import error_of
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 CAPS = Capabilities(order_per_key="native", delay="emulated", replay=True, lease="connection")
+_POLL_WAIT = 0.2  # seconds of one poll without a group
+Spans = Mapping[TopicAndPartition, tuple[int, int]]  # first offset, and the offset after the last
 _ENVELOPE_BYTES = 65536  # bytes reserved for the headers, key and framing of a message
 
 
@@ -123,9 +128,14 @@ class KafkaBroker:
 
         `PartitionLag.lag` counts all unsettled messages, including those in flight.
         """
-        plan = await self.layout(topic)
-        lags = await self._run_admin(self.topics.read_lags, plan, group)
+        _, lags = await self._read_lags(topic, group)
         return list(lags.values())
+
+    async def _read_lags(
+        self, topic: str, group: str
+    ) -> tuple[Layout, dict[TopicAndPartition, PartitionLag]]:
+        plan = await self.layout(topic)
+        return plan, await self._run_admin(self.topics.read_lags, plan, group)
 
     async def partitions(self, topic: str, group: str) -> list[dict[str, object]]:
         """Return the lag of each partition, for `penstock topics stats --json`."""
@@ -141,8 +151,7 @@ class KafkaBroker:
         ]
 
     async def stats(self, topic: str, group: str) -> Stats:
-        plan = await self.layout(topic)
-        lags = await self._run_admin(self.topics.read_lags, plan, group)
+        plan, lags = await self._read_lags(topic, group)
         reader = self._readers.get((topic, group))
         in_flight = len(reader.handed_out) if reader is not None else 0
         waiting = reader.delayed_count() if reader is not None else 0
@@ -164,7 +173,7 @@ class KafkaBroker:
         )
 
     async def _read(self, plan: Layout, spans: Spans, limit: int) -> list[BufferedMessage]:
-        return await self._run_admin(read, self.settings, plan, spans, limit)
+        return await self._run_admin(_read, self.settings, plan, spans, limit)
 
     async def alarms(self) -> Sequence[str]:
         """Return warnings about unsettled messages that retention will soon delete.
@@ -177,8 +186,7 @@ class KafkaBroker:
 
     async def peek(self, topic: str, limit: int) -> Sequence[Out]:
         """Return unsettled messages of the topic's first group, oldest first."""
-        plan = await self.layout(topic)
-        lags = await self._run_admin(self.topics.read_lags, plan, self._first_group(topic))
+        plan, lags = await self._read_lags(topic, self._first_group(topic))
         spans = {at: (r.start, r.end) for at, r in lags.items()}
         settled = max((len(r.ahead) for r in lags.values()), default=0)
         found = [
@@ -205,8 +213,7 @@ class KafkaBroker:
         return "main" if "main" in groups else min(groups)
 
     async def purge(self, topic: str) -> int:
-        plan = await self.layout(topic)
-        lags = await self._run_admin(self.topics.read_lags, plan, self._first_group(topic))
+        _, lags = await self._read_lags(topic, self._first_group(topic))
         ends = {at: r.end for at, r in lags.items() if r.end > r.low}
         await self._run_admin(self.topics.delete_before, ends)
         for (name, _), reader in self._readers.items():
@@ -232,12 +239,8 @@ class KafkaBroker:
         If the group has no members, its offsets are moved back and no message is copied. If it has
         members, the messages that it has settled are copied, with the same ids.
         """
-        plan = await self.layout(topic)
-        lags = {
-            at: r
-            for at, r in (await self._run_admin(self.topics.read_lags, plan, group)).items()
-            if r.topic in plan.names
-        }
+        plan, found_lags = await self._read_lags(topic, group)
+        lags = {at: r for at, r in found_lags.items() if r.topic in plan.names}
         if offsets is not None:
             bare = plan.names[NORMAL]
             starts = {
@@ -342,6 +345,58 @@ class KafkaSubscription:
         """Release unsettled deliveries, for the other subscriptions of this process."""
         if self._reader is not None:
             self._reader.release_all(self)
+
+
+def _read(settings: Settings, plan: Layout, spans: Spans, limit: int) -> list[BufferedMessage]:
+    """Return messages of these partitions, each from its first offset to before its second.
+
+    Uses no consumer group and commits no offsets. Returns at most `limit` messages of each
+    partition. Messages of different partitions are in no order. Blocks, so call it in a thread.
+    """
+    found: list[BufferedMessage] = []
+    open_spans = {at: span for at, span in spans.items() if span[0] < span[1]}
+    if not open_spans or limit <= 0:
+        return found
+    conf = {
+        "group.id": "penstock-look",
+        "enable.auto.commit": False,
+        "enable.auto.offset.store": False,
+        "auto.offset.reset": "earliest",
+        "fetch.wait.max.ms": 50,
+        # The span may end with offsets that have no message, such as a transaction marker.
+        "enable.partition.eof": True,
+    }
+    consumer = Consumer(
+        settings.client()
+        | conf
+        | {"queued.min.messages": min(100_000, 2 * limit)}
+        | settings.rdkafka
+    )
+    parts = {at: Partition(plan, *at, Window(0, 0), "") for at in open_spans}
+    try:
+        left = dict.fromkeys(open_spans, limit)
+        consumer.assign([TopicPartition(*at, span[0]) for at, span in open_spans.items()])
+        until = time.monotonic() + settings.timeout
+        while left and time.monotonic() < until:
+            batch: list[Any] = consumer.consume(min(500, sum(left.values())), _POLL_WAIT)
+            for m in batch:
+                until = time.monotonic() + settings.timeout
+                error, at, offset = m.error(), (m.topic(), m.partition()), m.offset()
+                if error is not None and error.code() != KafkaError._PARTITION_EOF:
+                    raise explained(StoreUnavailable, settings, error, f"reading {m.topic()}")
+                if at not in left or (error is not None and offset < open_spans[at][1]):
+                    continue  # an early end of the partition: this replica is behind its leader
+                if error is None and offset < open_spans[at][1]:
+                    found.append(read_message(m, parts[at]))
+                    left[at] -= 1
+                if error is not None or left[at] == 0 or offset + 1 >= open_spans[at][1]:
+                    del left[at]
+                    consumer.incremental_unassign([TopicPartition(*at)])
+    except KafkaException as e:
+        raise explained(StoreUnavailable, settings, error_of(e), "reading") from e
+    finally:
+        consumer.close()
+    return found
 
 
 def open_broker(url: str, context: Context) -> KafkaBroker:

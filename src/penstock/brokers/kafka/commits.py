@@ -21,7 +21,7 @@ CommitRequest = list[tuple[Partition, int, str]]
 # Result of a commit: None, or the error.
 CommitAnswer = asyncio.Future[KafkaError | None]
 _RETRY_WAIT = 0.2  # seconds after a failed commit
-_log = logging.getLogger("penstock.brokers.kafka")
+log = logging.getLogger("penstock.brokers.kafka")
 
 
 class Commits:
@@ -54,7 +54,7 @@ class Commits:
             while self.uncommitted and (error := await self._send()) is not None:
                 if error.code() == KafkaError.OFFSET_METADATA_TOO_LARGE:
                     self._metadata_accepted = False
-                    _log.warning(
+                    log.warning(
                         "Kafka rejected the commit metadata of %s:"
                         " after a crash, messages settled out of order will be redelivered",
                         self._topic,

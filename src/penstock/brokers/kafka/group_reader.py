@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import threading
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 
 import msgspec
 from confluent_kafka import KafkaError
 
-from penstock.brokers.kafka.commits import CommitRequest, Commits
+from penstock.brokers.kafka.commits import CommitRequest, Commits, log
 from penstock.brokers.kafka.consumer import GroupConsumer
 from penstock.brokers.kafka.entries import MESSAGE_OVERHEAD, BufferedMessage, Partition, Run
 from penstock.brokers.kafka.message import dead_letter, retry
 from penstock.brokers.kafka.producer import BatchProducer, Message
 from penstock.brokers.kafka.topics import Layout, TopicAndPartition
-from penstock.brokers.kafka.url import Settings, unavailable_error
+from penstock.brokers.kafka.url import Settings, explained
 from penstock.errors import StoreUnavailable
 from penstock.model import Ack, Dead, Outcome, Retry
 from penstock.ports import Clock, Delivery, Published
@@ -33,7 +32,6 @@ BURST_MESSAGES, BURST_WAIT = 16, 0.003  # messages, seconds
 # until the group settles a message.
 SKIP_COMMIT_DELAY = 0.2  # seconds
 RETENTION_CHECK_INTERVAL = 30.0  # seconds
-_log = logging.getLogger("penstock.brokers.kafka")
 
 
 class GroupReader:
@@ -130,8 +128,8 @@ class GroupReader:
 
     def _raise_outage(self) -> None:
         if self.consumer.outage is not None:
-            raise unavailable_error(
-                self.settings, self.consumer.outage, f"reading {self.plan.topic}"
+            raise explained(
+                StoreUnavailable, self.settings, self.consumer.outage, f"reading {self.plan.topic}"
             )
 
     def delayed_count(self) -> int:
@@ -296,7 +294,8 @@ class GroupReader:
             return_when=asyncio.FIRST_COMPLETED,
         )
         if not done:
-            raise unavailable_error(
+            raise explained(
+                StoreUnavailable,
                 self.settings,
                 self.consumer.outage or KafkaError(KafkaError._TIMED_OUT),
                 f"committing {self.plan.topic}",
@@ -316,7 +315,7 @@ class GroupReader:
                 continue
             window, first = part.window, entries[0].offset
             if first > window.next > 0 and not window.open and not part.settled_count:
-                _log.warning(
+                log.warning(
                     "%s, partition %d: %d messages that group %s had not read were deleted"
                     " (by retention, a purge or compaction)",
                     *part.topic_partition,
@@ -389,7 +388,7 @@ class GroupReader:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, StoreUnavailable):
-            _log.error("a task of the Kafka reader failed: the reader is replaced", exc_info=error)
+            log.error("a task of the Kafka reader failed: the reader is replaced", exc_info=error)
             self.consumer.closing = True
             self.wakeup.set()
 
@@ -476,7 +475,7 @@ class GroupReader:
     def _check_retention(self) -> None:
         for at, text in self.alarms().items():
             if at not in self._warned:
-                _log.warning("%s", text)
+                log.warning("%s", text)
             self._warned.add(at)
 
     def alarms(self) -> dict[TopicAndPartition, str]:

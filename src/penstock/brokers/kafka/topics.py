@@ -23,9 +23,9 @@ from confluent_kafka import admin as _admin
 from confluent_kafka.admin import AdminClient
 
 from penstock.brokers.dead_copies import DEAD
-from penstock.brokers.kafka.url import Settings, unavailable_error, unreachable_error
+from penstock.brokers.kafka.url import Settings, explained
 from penstock.config.units import write_duration
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, StoreUnavailable, Unreachable
 from penstock.ports import TopicSpec
 from penstock.rules.priority import WEIGHTS
 from penstock.rules.watermark import settled_ahead
@@ -197,8 +197,11 @@ class Topics:
             return self.admin.list_topics(timeout=self.settings.timeout)
         except KafkaException as e:
             self.admin.poll(0)
-            raise (unreachable_error if first else unavailable_error)(
-                self.settings, weightier(self._last_error, error_of(e)), doing
+            raise explained(
+                Unreachable if first else StoreUnavailable,
+                self.settings,
+                weightier(self._last_error, error_of(e)),
+                doing,
             ) from e
 
     def wait_for(self, futures: Mapping[Any, Future[Any]], doing: str) -> dict[Any, Any]:
@@ -210,7 +213,7 @@ class Topics:
             error = (
                 error_of(e) if isinstance(e, KafkaException) else KafkaError(KafkaError._TIMED_OUT)
             )
-            raise unavailable_error(self.settings, error, doing) from e
+            raise explained(StoreUnavailable, self.settings, error, doing) from e
 
     # -- creating topics ---------------------------------------------------------------------------
 
@@ -313,7 +316,9 @@ class Topics:
                         hint="check partitions, replication, min_insync and retention in the URL,"
                         " or create the topic by hand",
                     ) from e
-                raise unreachable_error(self.settings, error_of(e), f"creating topic {name}") from e
+                raise explained(
+                    Unreachable, self.settings, error_of(e), f"creating topic {name}"
+                ) from e
         until = time.monotonic() + self.settings.timeout
         names = {new.topic for new in topics}
         # A new topic appears in the metadata of different servers at different times.
@@ -332,24 +337,24 @@ class Topics:
         for new in topics:
             partitions = cluster.topics[new.topic].partitions
             copies = min((len(p.replicas) for p in partitions.values()), default=0)
-            for what, have, want in (
-                ("partitions", len(partitions), new.num_partitions),
-                ("copies", copies, new.replication_factor),
-            ):
-                if have != want:
-                    drift.append(
-                        f"topic {new.topic}: {have} {what} on the server and {want} in the"
-                        " configuration; nothing was changed"
-                    )
+            drift += [
+                f"topic {new.topic}: {have} {what} on the server and {want} in the"
+                " configuration; nothing was changed"
+                for what, have, want in (
+                    ("partitions", len(partitions), new.num_partitions),
+                    ("copies", copies, new.replication_factor),
+                )
+                if have != want
+            ]
             config = found.get(new.topic, {})
             if "retention.ms" in config:
                 self.retention[new.topic] = int(config["retention.ms"]) / 1000
-            for name, value in new.config.items():
-                if config.get(name, value) != value:
-                    drift.append(
-                        f"topic {new.topic}: {name} is {config[name]} on the server and {value} in"
-                        " the configuration; nothing was changed"
-                    )
+            drift += [
+                f"topic {new.topic}: {name} is {config[name]} on the server and {value} in"
+                " the configuration; nothing was changed"
+                for name, value in new.config.items()
+                if config.get(name, value) != value
+            ]
             if int(config.get("retention.bytes", -1)) >= 0:
                 drift.append(
                     f"topic {new.topic}: retention.bytes is {config['retention.bytes']}, so unread"
@@ -446,8 +451,11 @@ class Topics:
         except KafkaException as e:
             if error_of(e).code() == KafkaError.GROUP_ID_NOT_FOUND:
                 return False
-            raise unavailable_error(
-                self.settings, error_of(e), f"listing the members of group {group}"
+            raise explained(
+                StoreUnavailable,
+                self.settings,
+                error_of(e),
+                f"listing the members of group {group}",
             ) from e
 
     def set_offsets(self, topic: str, group: str, offsets: Mapping[TopicAndPartition, int]) -> None:

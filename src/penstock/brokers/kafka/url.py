@@ -36,7 +36,7 @@ from confluent_kafka import KafkaError
 
 from penstock.config import units
 from penstock.config.options import query_options, read_options
-from penstock.errors import ConfigError, PenstockError, StoreUnavailable, Unreachable
+from penstock.errors import ConfigError, PenstockError
 from penstock.rules.masking import mask
 from penstock.stores.kafka_access import CONNECTION, RDKAFKA, Access, split_url, told
 
@@ -115,19 +115,13 @@ def parse(url: str, env: Mapping[str, str]) -> Settings:
 # -- errors ----------------------------------------------------------------------------------------
 
 
-def _explain(settings: Settings, error: KafkaError, doing: str) -> tuple[str, str]:
+def explained(
+    kind: type[PenstockError], settings: Settings, error: KafkaError, doing: str
+) -> PenstockError:
+    """Return an error of this kind, with its cause and a next step."""
     rights = (
         "the rights Create, Describe, Read, Write and Delete"
         " on topics and groups with the prefix of the namespace"
     )
-    return told(settings, error, doing, url="PENSTOCK_BROKER_URL", rights=rights)
-
-
-def unreachable_error(settings: Settings, error: KafkaError, doing: str) -> PenstockError:
-    message, hint = _explain(settings, error, doing)
-    return Unreachable(message, hint=hint)
-
-
-def unavailable_error(settings: Settings, error: KafkaError, doing: str) -> StoreUnavailable:
-    message, hint = _explain(settings, error, doing)
-    return StoreUnavailable(message, hint=hint)
+    message, hint = told(settings, error, doing, url="PENSTOCK_BROKER_URL", rights=rights)
+    return kind(message, hint=hint)

@@ -70,8 +70,8 @@ class Notifier:
         """
         if time.monotonic() < self._last_notified + NOTIFY_INTERVAL:
             self.defer_notification(topics)
-            return
-        self._notify(tx, topics)
+        else:
+            self._notify(tx, topics)
 
     def defer_notification(self, topics: Iterable[str]) -> None:
         self._deferred.update(topics)

@@ -1,4 +1,4 @@
-"""Messages of the PostgreSQL broker inside one transaction: publish, receive and settle.
+"""Messages of the PostgreSQL broker inside one transaction: publish, receive, settle, report.
 
 The transaction is the ledger's or the broker's own. It runs on the store's thread.
 """
@@ -6,15 +6,14 @@ The transaction is the ledger's or the broker's own. It runs on the store's thre
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 from penstock.brokers.dead_copies import dead_copy
 from penstock.brokers.postgres import statements as sql
 from penstock.brokers.postgres.notify import Notifier
-from penstock.brokers.postgres.reports import PostgresReports
-from penstock.brokers.sql import NEVER, Group, SqlQueue
+from penstock.brokers.sql import NEVER, BoundSqlQueue, Group, SqlQueue
 from penstock.model import Ack, Dead, Outcome, Release, Retry
 from penstock.ports import Delivery, Out, Published
 from penstock.rules.handout import allot
@@ -31,7 +30,7 @@ class Received(msgspec.Struct):
     next_at: float | None  # when the next message is due, if known
 
 
-class PostgresQueue(PostgresReports):
+class PostgresQueue(BoundSqlQueue):
     """Implements the queue in one transaction."""
 
     def __init__(self, tx: Tx, queue: SqlQueue, notifier: Notifier) -> None:
@@ -86,11 +85,12 @@ class PostgresQueue(PostgresReports):
         return answers
 
     def _depth(self, topic: int) -> int:
-        deepest = (
+        deepest = self.tx.execute(
             "SELECT max(n) FROM (SELECT sum(k.ready+k.leased+k.delayed)::bigint AS n"
-            " FROM grp g JOIN keyq k ON k.grp=g.id WHERE g.topic=? GROUP BY g.id) s"
+            " FROM grp g JOIN keyq k ON k.grp=g.id WHERE g.topic=? GROUP BY g.id) s",
+            (topic,),
         )
-        return int(self.tx.execute(deepest, (topic,)).get or 0)
+        return int(deepest.get or 0)
 
     # -- receiving ---------------------------------------------------------------------------------
 
@@ -324,6 +324,98 @@ class PostgresQueue(PostgresReports):
             (now - 60.0, limit),
         )
         return gone
+
+    # -- reports -----------------------------------------------------------------------------------
+
+    def _figures(self, topic: str, group: str) -> tuple[int, int, int, float | None]:
+        ready, leased, delayed = self.tx.execute(
+            f"SELECT {sql.SUMS} FROM topic t JOIN grp g ON g.topic=t.id JOIN keyq k ON k.grp=g.id"
+            f" WHERE t.name=? AND g.name=?",
+            (topic, group),
+        ).get
+        oldest = self.tx.execute(
+            "SELECT m.at FROM topic t JOIN grp g ON g.topic=t.id JOIN LATERAL (SELECT seq"
+            " FROM queue WHERE grp=g.id ORDER BY seq LIMIT 1) q ON true"
+            " JOIN message m ON m.seq=q.seq WHERE t.name=? AND g.name=?",
+            (topic, group),
+        ).get
+        return ready, leased, delayed, oldest
+
+    def _waiting(
+        self, topic: str, limit: int
+    ) -> Iterable[tuple[str, str, bytes, str | None, int, float]]:
+        return self.tx.execute(
+            "SELECT m.id, m.key, m.body, m.headers, m.prio, coalesce((SELECT min(q.at) FROM grp g"
+            " JOIN queue q ON q.grp=g.id AND q.seq=m.seq"
+            " WHERE g.topic=t.id AND q.state=2), 0.0) FROM topic t JOIN message m ON m.topic=t.id"
+            " WHERE t.name=? AND ("
+            " EXISTS(SELECT 1 FROM grp g JOIN queue q ON q.grp=g.id AND q.seq=m.seq"
+            " WHERE g.topic=t.id OFFSET 0)"
+            " OR NOT EXISTS(SELECT 1 FROM grp g WHERE g.topic=t.id))"
+            " ORDER BY m.seq LIMIT ?",
+            (topic, limit),
+        )
+
+    def depths(
+        self,
+        topic: str,
+        group: str,
+        keys: Sequence[str] | None = None,
+        *,
+        limit: int = 1000,
+    ) -> dict[str, int]:
+        """Return the number of ready messages by key: of `keys`, or of the `limit` deepest keys."""
+        g = self.group(topic, group)
+        if keys is None:
+            return dict(
+                self.tx.execute(
+                    "SELECT key, sum(ready)::bigint AS n FROM keyq WHERE grp=? AND ready>0"
+                    " GROUP BY key ORDER BY n DESC, key LIMIT ?",
+                    (g.id, limit),
+                ).fetchall()
+            )
+        found = self.tx.execute(
+            "SELECT key, sum(ready)::bigint FROM keyq WHERE grp=? AND prio BETWEEN 0 AND 2"
+            " AND key=ANY(?::text[]) GROUP BY key",
+            (g.id, texts(keys)),
+        )
+        return dict.fromkeys(keys, 0) | dict(found.fetchall())
+
+    def leases_by_worker(self, limit: int) -> dict[str, int]:
+        """Return how many deliveries each worker holds. Reads at most `limit` leases of a group.
+
+        A group never has more leases than the sum of the fleet's prefetch windows.
+        """
+        return dict(
+            self.tx.execute(
+                "SELECT owner, count(*) FROM grp g JOIN LATERAL (SELECT owner FROM queue"
+                " WHERE grp=g.id AND state=1 LIMIT ?) q ON true GROUP BY owner",
+                (limit,),
+            ).fetchall()
+        )
+
+    def oldest(self, limit: int) -> float | None:
+        """Return when the oldest message that is ready or leased was published.
+
+        If the first `limit` messages are all delayed, use the oldest of them.
+        """
+        found: float | None = self.tx.execute(
+            "SELECT min(m.at) FROM grp g JOIN LATERAL (SELECT coalesce(min(seq) FILTER (WHERE"
+            " state<>2), min(seq)) AS seq FROM"
+            " (SELECT seq, state FROM queue WHERE grp=g.id ORDER BY seq LIMIT ?) s) o ON true"
+            " JOIN message m ON m.seq=o.seq"
+            " WHERE g.name='main' AND EXISTS(SELECT 1 FROM keyq k WHERE k.grp=g.id"
+            " AND k.ready+k.leased>0)",
+            (limit,),
+        ).get
+        return found
+
+    def _noted(self) -> Iterable[tuple[str, str, int, int, int, int]]:
+        return self.tx.execute(
+            f"SELECT t.name, g.name, g.id, {sql.SUMS} FROM topic t"
+            f" JOIN grp g ON g.topic=t.id LEFT JOIN keyq k ON k.grp=g.id"
+            " GROUP BY t.name, g.name, g.id ORDER BY t.name, g.name"
+        ).fetchall()
 
 
 def _act(outcome: Outcome, now: float) -> tuple[int, float]:

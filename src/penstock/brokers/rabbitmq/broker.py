@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from aiormq import exceptions as amqp
 from aiormq.channel import Channel
+from pamqp.commands import Queue as Commands
 
 from penstock.brokers.dead_copies import DEAD
-from penstock.brokers.rabbitmq.connection import RESPONSE_TIMEOUT, Address, Connection, read_address
+from penstock.brokers.rabbitmq.connection import Address, Connection, read_address
 from penstock.brokers.rabbitmq.message import AT, COUNT, DUE, KEY, HeldMessage, number, read_message
 from penstock.brokers.rabbitmq.publisher import OutgoingMessage, Publisher, declare_exchange
 from penstock.brokers.rabbitmq.subscription import RabbitSubscription
@@ -74,10 +75,7 @@ class RabbitBroker:
                 self.consuming.address.vhost, self.names.namespace
             )
         try:
-            drift: list[str] = []
-            for spec in topology:
-                drift += await self._declare(spec)
-            return drift
+            return [sentence for spec in topology for sentence in await self._declare(spec)]
         except StoreUnavailable as e:
             raise Unreachable(e.message, hint=e.hint) from e
 
@@ -125,24 +123,23 @@ class RabbitBroker:
 
         The server closes the channel if the arguments of an existing queue differ.
         """
-        with self.consuming.outage():
-            async with asyncio.timeout(RESPONSE_TIMEOUT):
-                try:
-                    await channel.queue_declare(
-                        queue.name, durable=True, arguments=dict(queue.arguments)
-                    )
-                except amqp.ChannelPreconditionFailed as e:
-                    drift.append(_drift(queue.name, str(e.args[0] if e.args else e)))
-                    channel = await self.consuming.channel()
-                except amqp.ChannelAccessRefused as e:
-                    raise Unreachable(
-                        f"the user {self.consuming.address.user!r} may not declare"
-                        f" the queue {queue.name!r}",
-                        hint=f"rabbitmqctl set_permissions -p {self.consuming.address.vhost}"
-                        f" {self.consuming.address.user} '.*' '.*' '.*'",
-                    ) from e
-                for exchange, pattern in queue.bindings:
-                    await channel.queue_bind(queue.name, exchange, pattern)
+        async with self.consuming.request():
+            try:
+                await channel.queue_declare(
+                    queue.name, durable=True, arguments=dict(queue.arguments)
+                )
+            except amqp.ChannelPreconditionFailed as e:
+                drift.append(_drift(queue.name, str(e.args[0] if e.args else e)))
+                channel = await self.consuming.channel()
+            except amqp.ChannelAccessRefused as e:
+                raise Unreachable(
+                    f"the user {self.consuming.address.user!r} may not declare"
+                    f" the queue {queue.name!r}",
+                    hint=f"rabbitmqctl set_permissions -p {self.consuming.address.vhost}"
+                    f" {self.consuming.address.user} '.*' '.*' '.*'",
+                ) from e
+            for exchange, pattern in queue.bindings:
+                await channel.queue_bind(queue.name, exchange, pattern)
         return channel
 
     # -- publishing --------------------------------------------------------------------------------
@@ -152,14 +149,11 @@ class RabbitBroker:
         for topic in {
             m.topic for m in batch if m.not_before > now and m.topic not in self._with_delay_queues
         }:
-            await self._declare_delay_queues(topic)
+            async with self._declaring:
+                await self._declare_queues(self.names.delay_queues(topic))
+                self._with_delay_queues.add(topic)
         at = f"{now:.3f}"
         return await self.publisher.send([self.outgoing(m, at=at) for m in batch])
-
-    async def _declare_delay_queues(self, topic: str) -> None:
-        async with self._declaring:
-            await self._declare_queues(self.names.delay_queues(topic))
-            self._with_delay_queues.add(topic)
 
     def outgoing(
         self, m: Out, *, group: str | None = None, count: int = 0, at: str = ""
@@ -242,19 +236,24 @@ class RabbitBroker:
 
     async def _depth(self, queues: Sequence[str]) -> int:
         """Return the number of ready messages in those of the queues that exist."""
+        return await self._count(queues, lambda channel, q: channel.queue_declare(q, passive=True))
+
+    async def _count(
+        self,
+        queues: Sequence[str],
+        request: Callable[[Channel, str], Awaitable[Commands.DeclareOk | Commands.PurgeOk]],
+    ) -> int:
+        """Send a request for each queue. Return the sum of the counts of queues that exist."""
         total = 0
         channel: Channel | None = None
         for name in queues:
             if channel is None:
                 channel = await self.consuming.channel()
-            with self.consuming.outage():
-                async with asyncio.timeout(RESPONSE_TIMEOUT):
-                    try:
-                        total += (
-                            await channel.queue_declare(name, passive=True)
-                        ).message_count or 0
-                    except amqp.ChannelNotFoundEntity:
-                        channel = None
+            async with self.consuming.request():
+                try:
+                    total += (await request(channel, name)).message_count or 0
+                except amqp.ChannelNotFoundEntity:  # the server has closed the channel
+                    channel = None
         if channel is not None:
             await self.consuming.close_channel(channel)
         return total
@@ -268,21 +267,18 @@ class RabbitBroker:
         group = next(iter(self._groups.get(topic, {"main": None})))
         seen: list[HeldMessage] = []
         channel = await self.consuming.channel()
-        with self.consuming.outage():
-            async with asyncio.timeout(RESPONSE_TIMEOUT):
-                for priority in priority_classes(topic):
-                    try:
-                        for _ in range(limit):
-                            message = await channel.basic_get(
-                                self.names.queue(topic, group, priority)
-                            )
-                            if message.delivery.name == "Basic.GetEmpty":
-                                break
-                            seen.append(read_message(message, priority))
-                    except amqp.ChannelNotFoundEntity:
-                        return []
-                for held in seen:
-                    await channel.basic_nack(held.tag, requeue=True, wait=False)
+        async with self.consuming.request():
+            for priority in priority_classes(topic):
+                try:
+                    for _ in range(limit):
+                        message = await channel.basic_get(self.names.queue(topic, group, priority))
+                        if message.delivery.name == "Basic.GetEmpty":
+                            break
+                        seen.append(read_message(message, priority))
+                except amqp.ChannelNotFoundEntity:
+                    return []
+            for held in seen:
+                await channel.basic_nack(held.tag, requeue=True, wait=False)
         await self.consuming.close_channel(channel)
         if self.consuming.version < (4, 3):
             for held in seen:
@@ -313,17 +309,7 @@ class RabbitBroker:
         )
 
     async def _purge_queues(self, queues: Sequence[str]) -> int:
-        removed = 0
-        for name in queues:
-            channel = await self.consuming.channel()
-            with self.consuming.outage():
-                async with asyncio.timeout(RESPONSE_TIMEOUT):
-                    try:
-                        removed += (await channel.queue_purge(name)).message_count or 0
-                    except amqp.ChannelNotFoundEntity:
-                        continue
-                    await channel.close()
-        return removed
+        return await self._count(queues, lambda channel, q: channel.queue_purge(q))
 
     async def replay(self, topic: str, group: str, *, since: float) -> int:
         raise ConfigError(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 from urllib.parse import unquote, urlencode, urlsplit, urlunsplit
 
@@ -47,7 +47,6 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
     """A parsed and checked URL."""
 
     url: str  # for the library
-    shown: str  # with the password masked
     host_port: str
     user: str
     vhost: str
@@ -84,7 +83,6 @@ def read_address(dsn: str) -> Address:
     port = port or (5671 if parts.scheme == "amqps" else 5672)
     return Address(
         url=urlunsplit((parts.scheme, parts.netloc, parts.path, urlencode(options), "")),
-        shown=shown,
         host_port=f"{parts.hostname}:{port}",
         user=user,
         vhost=unquote(parts.path[1:]) or "/",
@@ -170,39 +168,38 @@ class Connection:
         """Return the error with its cause and a next step."""
         a = self.address
         cause = e.__cause__ if isinstance(e.__cause__, OSError) else e
-        if isinstance(e, amqp.ProbableAuthenticationError | amqp.AuthenticationError):
-            return Unreachable(
-                f"RabbitMQ at {a.host_port} refuses the user {a.user!r} or its password",
-                hint="correct them in the address. RabbitMQ accepts the user `guest`"
-                " only from its own machine",
-            )
-        if isinstance(e, amqp.InvalidFrameError) and "Connection.OpenOk" in str(e):
-            return Unreachable(
-                f"RabbitMQ at {a.host_port} has no virtual host {a.vhost!r},"
-                f" or does not let the user {a.user!r} in",
-                hint=f"rabbitmqctl add_vhost {a.vhost}; rabbitmqctl set_permissions"
-                f" -p {a.vhost} {a.user} '.*' '.*' '.*'",
-            )
-        if isinstance(cause, ssl.SSLError):
-            return Unreachable(
-                f"no TLS connection to RabbitMQ at {a.host_port}: {cause.reason or cause}",
-                hint="use amqps:// for TLS ports and amqp:// for plain ones,"
-                " and ?cafile=FILE for the CA of a private certificate",
-            )
-        if isinstance(e, TimeoutError):
-            return Unreachable(
-                f"RabbitMQ at {a.host_port} did not answer within {CONNECT_TIMEOUT:g} s",
-                hint="check that the port belongs to RabbitMQ and that no firewall blocks it",
-            )
-        if (
-            isinstance(cause, OSError)
-            and cause.errno is not None
-            and not isinstance(e, amqp.AMQPError)
-        ) or isinstance(e.__cause__, OSError):
-            return Unreachable(
-                f"RabbitMQ at {a.host_port} cannot be reached: {_error_text(cause)}",
-                hint="start it, or correct the address",
-            )
+        match e, cause:
+            case amqp.ProbableAuthenticationError() | amqp.AuthenticationError(), _:
+                return Unreachable(
+                    f"RabbitMQ at {a.host_port} refuses the user {a.user!r} or its password",
+                    hint="correct them in the address. RabbitMQ accepts the user `guest`"
+                    " only from its own machine",
+                )
+            case amqp.InvalidFrameError(), _ if "Connection.OpenOk" in str(e):
+                return Unreachable(
+                    f"RabbitMQ at {a.host_port} has no virtual host {a.vhost!r},"
+                    f" or does not let the user {a.user!r} in",
+                    hint=f"rabbitmqctl add_vhost {a.vhost}; rabbitmqctl set_permissions"
+                    f" -p {a.vhost} {a.user} '.*' '.*' '.*'",
+                )
+            case _, ssl.SSLError(reason=reason):
+                return Unreachable(
+                    f"no TLS connection to RabbitMQ at {a.host_port}: {reason or cause}",
+                    hint="use amqps:// for TLS ports and amqp:// for plain ones,"
+                    " and ?cafile=FILE for the CA of a private certificate",
+                )
+            case TimeoutError(), _:
+                return Unreachable(
+                    f"RabbitMQ at {a.host_port} did not answer within {CONNECT_TIMEOUT:g} s",
+                    hint="check that the port belongs to RabbitMQ and that no firewall blocks it",
+                )
+            case _, OSError(errno=errno) if cause is not e or (
+                errno is not None and not isinstance(e, amqp.AMQPError)
+            ):
+                return Unreachable(
+                    f"RabbitMQ at {a.host_port} cannot be reached: {_error_text(cause)}",
+                    hint="start it, or correct the address",
+                )
         return Unreachable(
             f"the server at {a.host_port} is not RabbitMQ, or closed the connection:"
             f" {_error_text(e)}",
@@ -228,12 +225,10 @@ class Connection:
 
         It does so during a memory or disk alarm.
         """
-        connection = self._connection
-        if connection is None:
-            return False
         try:
             async with asyncio.timeout(timeout):
-                await connection.ready()
+                if self._connection is not None:
+                    await self._connection.ready()
         except TimeoutError:
             return True
         return False
@@ -258,6 +253,13 @@ class Connection:
             raise StoreUnavailable(
                 f"the connection to RabbitMQ at {self.address.host_port} was lost"
             ) from e
+
+    @asynccontextmanager
+    async def request(self) -> AsyncIterator[None]:
+        """As `outage`, for requests that the server must answer within `RESPONSE_TIMEOUT`."""
+        with self.outage():
+            async with asyncio.timeout(RESPONSE_TIMEOUT):
+                yield
 
     def abort(self) -> None:
         """Drop the connection without the closing handshake.

@@ -11,7 +11,7 @@ from typing import Any
 from aiormq.abc import DeliveredMessage
 from aiormq.channel import Channel
 
-from penstock.brokers.rabbitmq.connection import RESPONSE_TIMEOUT, Connection
+from penstock.brokers.rabbitmq.connection import Connection
 from penstock.brokers.rabbitmq.message import HeldMessage, read_message
 from penstock.rules.priority import CLASSES
 
@@ -69,21 +69,19 @@ class ConsumerChannel:
         self._on_message(self, held)
 
     async def cancel_consumers(self) -> None:
-        with self._connection.outage():
-            async with asyncio.timeout(RESPONSE_TIMEOUT):
-                for consumers in self._consumers.values():
-                    while consumers:
-                        await self._channel.basic_cancel(consumers[-1][0])
-                        consumers.pop()
+        async with self._connection.request():
+            for consumers in self._consumers.values():
+                while consumers:
+                    await self._channel.basic_cancel(consumers[-1][0])
+                    consumers.pop()
 
     async def has_other_consumers(self) -> bool:
         """Return True if these queues have consumers of other channels."""
-        with self._connection.outage():
-            async with asyncio.timeout(RESPONSE_TIMEOUT):
-                for priority, queue in self._queues.items():
-                    found = await self._channel.queue_declare(queue, passive=True)
-                    if (found.consumer_count or 0) > len(self._consumers[priority]):
-                        return True
+        async with self._connection.request():
+            for priority, queue in self._queues.items():
+                found = await self._channel.queue_declare(queue, passive=True)
+                if (found.consumer_count or 0) > len(self._consumers[priority]):
+                    return True
         return False
 
     async def give_back(self, tags: Iterable[int]) -> None:
@@ -92,10 +90,9 @@ class ConsumerChannel:
         RabbitMQ before 4.3 counts a return as a delivery.
         """
         returned = sorted(tags)
-        with self._connection.outage():
-            async with asyncio.timeout(RESPONSE_TIMEOUT):
-                for tag in returned:
-                    await self._channel.basic_nack(tag, requeue=True, wait=False)
+        async with self._connection.request():
+            for tag in returned:
+                await self._channel.basic_nack(tag, requeue=True, wait=False)
         # Remove the tags after the last return is sent. An ack of all tags up to one must never
         # include a returned message.
         for tag in returned:
@@ -126,9 +123,8 @@ class ConsumerChannel:
             if self._acks_confirmed >= mine:
                 return
             upto = self._acks_sent
-            with self._connection.outage():
-                async with asyncio.timeout(RESPONSE_TIMEOUT):
-                    await self._channel.basic_qos(prefetch_count=1)
+            async with self._connection.request():
+                await self._channel.basic_qos(prefetch_count=1)
             self._acks_confirmed = upto
 
     async def close(self) -> None:

@@ -58,12 +58,11 @@ def read_message(message: DeliveredMessage, priority: int) -> HeldMessage:
         headers[REASON] = "the server gave it up: handed out too often without an end"
     delivery = message.delivery
     assert isinstance(delivery, Basic.Deliver | Basic.GetOk)
-    routing = delivery.routing_key or ""
     return HeldMessage(
         tag=delivery.delivery_tag or 0,
         priority=priority,
         id=properties.message_id or "",
-        key=text(raw[KEY]) if KEY in raw else routing.split(".", 2)[-1],
+        key=text(raw[KEY]) if KEY in raw else (delivery.routing_key or "").split(".", 2)[-1],
         body=bytes(message.body),
         headers=headers,
         at=text(raw.get(AT, "")),

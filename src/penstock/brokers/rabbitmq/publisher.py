@@ -15,7 +15,6 @@ from pamqp.commands import Basic
 
 from penstock.brokers.rabbitmq.connection import (
     CONNECTION_ERRORS,
-    RESPONSE_TIMEOUT,
     Connection,
     is_task_cancelled,
 )
@@ -79,13 +78,12 @@ class Publisher:
             channel = self._channel
             if channel is None or channel.is_closed or not self.connection.is_open:
                 channel = await self.connection.channel(confirms=True)
-                with self.connection.outage():
-                    # A blocked connection does not answer.
-                    async with asyncio.timeout(RESPONSE_TIMEOUT):
-                        # Publishing to a missing exchange would close the channel, and with it
-                        # lose the confirmations of all messages in flight.
-                        for name in self.names.exchanges:
-                            await declare_exchange(channel, name)
+                # A blocked connection does not answer.
+                async with self.connection.request():
+                    # Publishing to a missing exchange would close the channel, and with it
+                    # lose the confirmations of all messages in flight.
+                    for name in self.names.exchanges:
+                        await declare_exchange(channel, name)
                 self._channel = channel
             return channel
 

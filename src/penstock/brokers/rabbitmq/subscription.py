@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from aiormq import exceptions as amqp
 
 from penstock.brokers.dead_copies import dead_copy
-from penstock.brokers.rabbitmq.connection import CONNECTION_ERRORS, RESPONSE_TIMEOUT
+from penstock.brokers.rabbitmq.connection import CONNECTION_ERRORS
 from penstock.brokers.rabbitmq.consumer import ConsumerChannel
 from penstock.brokers.rabbitmq.message import HeldMessage
 from penstock.brokers.rabbitmq.publisher import OutgoingMessage
@@ -144,16 +144,15 @@ class RabbitSubscription:
             channel = self._channel
             if channel is None or not channel.alive:
                 channel = await self._start()
-            with self.broker.consuming.outage():
-                async with asyncio.timeout(RESPONSE_TIMEOUT):
-                    for priority, missing in self._missing_prefetch(channel, limit).items():
-                        self._consumer_added = True
-                        prefetch = max(8, 1 << (missing - 1).bit_length())
-                        try:
-                            await channel.consume(priority, prefetch, self.owner)
-                        except amqp.ChannelNotFoundEntity:
-                            self.broker.forget_declared(self.topic)
-                            raise
+            async with self.broker.consuming.request():
+                for priority, missing in self._missing_prefetch(channel, limit).items():
+                    self._consumer_added = True
+                    prefetch = max(8, 1 << (missing - 1).bit_length())
+                    try:
+                        await channel.consume(priority, prefetch, self.owner)
+                    except amqp.ChannelNotFoundEntity:
+                        self.broker.forget_declared(self.topic)
+                        raise
             if self._idle_timer is None:
                 self._set_idle_timer()
 
@@ -362,8 +361,8 @@ class RabbitSubscription:
             self.broker.forget_declared(self.topic)
             await self.broker.ensure_declared(self.topic, self.group)
             answers = await self.broker.publisher.send(copies)
-        if any(answer is not Published.OK for answer in answers):
-            worst = next(answer for answer in answers if answer is not Published.OK)
+        worst = next((answer for answer in answers if answer is not Published.OK), None)
+        if worst is not None:
             raise StoreUnavailable(
                 f"RabbitMQ at {self.broker.consuming.address.host_port} did not confirm"
                 f" a retry, a release or a dead letter ({worst})"

@@ -82,12 +82,9 @@ def base_of(prefix: str, topic: str) -> str:
 
 
 def _headers(raw: bytes) -> dict[str, str]:
-    if not raw:
-        return {}
-    try:
-        return msgspec.json.decode(raw, type=dict[str, str])
-    except (msgspec.MsgspecError, UnicodeError):  # written by another tool
-        return {}
+    with suppress(msgspec.MsgspecError, UnicodeError):  # written by another tool
+        return msgspec.json.decode(raw or b"{}", type=dict[str, str])
+    return {}
 
 
 def _text(raw: bytes) -> str:

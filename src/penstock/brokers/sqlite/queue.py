@@ -70,8 +70,7 @@ class SqliteQueue(SqliteReports):
                         m.not_before if later else 0.0,
                     ),
                 )
-                counts = added.setdefault(g, [0, 0])
-                counts[later] += 1
+                added.setdefault(g, [0, 0])[later] += 1
                 if not later:
                     keys[g, prio, m.key] += 1
             answers.append((Published.OK, seq))
@@ -101,7 +100,6 @@ class SqliteQueue(SqliteReports):
         g = self.queue.groups.get((topic, group))
         if g is None:
             return True
-        now = self.clock.now()
         return bool(
             self.tx.execute(
                 """SELECT (SELECT paused FROM topic WHERE id=?) IS NULL AND (
@@ -110,7 +108,7 @@ class SqliteQueue(SqliteReports):
               OR EXISTS(SELECT 1 FROM keyq WHERE grp=?2 AND prio=2 AND ready>0 AND next_at<=?3)
               OR EXISTS(SELECT 1 FROM queue WHERE grp=?2 AND state=1 AND at<=?3) OR EXISTS(SELECT 1
                   FROM queue WHERE grp=?2 AND state=2 AND at<=?3))""",
-                (g.topic, g.id, now),
+                (g.topic, g.id, self.clock.now()),
             ).get
         )
 
@@ -247,13 +245,12 @@ class SqliteQueue(SqliteReports):
     def holds(self, deliveries: Sequence[Delivery]) -> list[bool]:
         held: dict[int, set[int]] = {}
         for token, (g, positions) in self._by_lease(deliveries).items():
-            held_now = (
+            held_now = self.tx.execute(
                 "SELECT json_group_array(q.seq) FROM json_each(?) CROSS JOIN queue q ON"
-                " q.grp=? AND q.seq=value WHERE q.token=? AND q.state=1"
+                " q.grp=? AND q.seq=value WHERE q.token=? AND q.state=1",
+                (str(positions), g.id, token),
             )
-            held[token] = set(
-                msgspec.json.decode(self.tx.execute(held_now, (str(positions), g.id, token)).get)
-            )
+            held[token] = set(msgspec.json.decode(held_now.get))
         return [d.position in held[d.token] for d in deliveries]
 
     def _by_lease(self, deliveries: Iterable[Delivery]) -> dict[int, tuple[Group, list[int]]]:

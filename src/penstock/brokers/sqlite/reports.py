@@ -74,14 +74,13 @@ class SqliteReports(BoundSqlQueue):
 
         A group never has more leases than the sum of the fleet's prefetch windows.
         """
-        held: Counter[str] = Counter()
-        for (group,) in self.tx.execute("SELECT id FROM grp WHERE leased>0").fetchall():
-            held.update(
-                owner
-                for (owner,) in self.tx.execute(
-                    "SELECT owner FROM queue WHERE grp=? AND state=1 LIMIT ?", (group, limit)
-                )
+        held = Counter(
+            owner
+            for (group,) in self.tx.execute("SELECT id FROM grp WHERE leased>0").fetchall()
+            for (owner,) in self.tx.execute(
+                "SELECT owner FROM queue WHERE grp=? AND state=1 LIMIT ?", (group, limit)
             )
+        )
         return dict(held)
 
     def oldest(self, limit: int) -> float | None:

@@ -11,7 +11,6 @@ counts starts. CAPS lists the features that SQS does not have.
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import weakref
 from collections import defaultdict
@@ -23,7 +22,7 @@ from botocore.exceptions import (  # type: ignore[import-untyped, unused-ignore]
 
 from penstock.brokers.dead_copies import DEAD
 from penstock.brokers.sqs import message as wire
-from penstock.brokers.sqs.client import BATCH, SqsClient
+from penstock.brokers.sqs.client import BATCH, SqsClient, log
 from penstock.brokers.sqs.message import ATTRIBUTE, QueueId, QueueMissing, Rejected, SqsAddress
 from penstock.brokers.sqs.publisher import Publisher
 from penstock.brokers.sqs.subscription import SqsSubscription
@@ -44,7 +43,6 @@ COUNTS = (
     "ApproximateNumberOfMessagesDelayed",
     "ApproximateNumberOfMessagesNotVisible",
 )
-log = logging.getLogger("penstock.sqs")
 
 
 class SqsBroker:

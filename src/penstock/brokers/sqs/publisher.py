@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import time
 from collections import defaultdict
@@ -13,7 +12,7 @@ from typing import Any
 import msgspec
 
 from penstock.brokers.sqs import message as wire
-from penstock.brokers.sqs.client import BATCH, SqsClient
+from penstock.brokers.sqs.client import BATCH, SqsClient, log
 from penstock.brokers.sqs.message import ATTRIBUTE, NotSent, QueueId, Rejected
 from penstock.errors import StoreUnavailable
 from penstock.ports import Clock, Out, Published
@@ -21,7 +20,6 @@ from penstock.ports import Clock, Out, Published
 # Seconds that SQS can delay a new message. Longer delays are checked when the message is received.
 MAX_DELAY = 900
 BY_SEVERITY = (Published.OK, Published.FULL, Published.UNKNOWN, Published.FAILED)
-log = logging.getLogger("penstock.sqs")
 
 
 class _BatchEntry(msgspec.Struct):

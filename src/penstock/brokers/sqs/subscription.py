@@ -195,12 +195,10 @@ class SqsSubscription:
         early: list[tuple[_HeldMessage, float]] = []
         for message in messages:
             attributes, body = wire.unpack(message)
-            headers = attributes.headers
-            if self.topic.endswith(DEAD) and REASON not in headers:
-                headers = {
-                    **headers,
-                    REASON: "given up by SQS: received too often without an end",
-                }
+            if self.topic.endswith(DEAD):
+                attributes.headers.setdefault(
+                    REASON, "given up by SQS: received too often without an end"
+                )
             held = _HeldMessage(
                 queue=state.queue,
                 receipt=message["ReceiptHandle"],
@@ -213,7 +211,7 @@ class SqsSubscription:
                     id=attributes.id,
                     key=attributes.key,
                     body=body,
-                    headers=headers,
+                    headers=attributes.headers,
                     position=wire.position(message["MessageId"]),
                     token=next(self._tokens),
                     deliveries=1,
@@ -279,15 +277,11 @@ class SqsSubscription:
         if self._backlog.ready <= MAX_PREFETCHED:
             return
         by_age = sorted(self._backlog, key=_by_class_and_age)
-        extra: list[_HeldMessage] = []
-        for state in self._states:
-            mine = [held for held in by_age if held.queue == state.queue]
-            extra += mine[MAX_PREFETCHED:]
-        if not extra:
-            return
-        tokens = {held.delivery.token for held in extra}
-        self._backlog.drop(lambda held: held.delivery.token in tokens)
-        self._spawn(self._set_visibility([(held, EXTRA_HIDDEN) for held in extra]))
+        by_queue = [[held for held in by_age if held.queue == s.queue] for s in self._states]
+        if extra := [held for mine in by_queue for held in mine[MAX_PREFETCHED:]]:
+            tokens = {held.delivery.token for held in extra}
+            self._backlog.drop(lambda held: held.delivery.token in tokens)
+            self._spawn(self._set_visibility([(held, EXTRA_HIDDEN) for held in extra]))
 
     def _drop_expired(self, now: float) -> None:
         """Drop prefetched messages with less than half of their lease.

@@ -21,15 +21,9 @@ class _Row(msgspec.Struct, frozen=True, array_like=True):
     health: rules.Health
 
 
-class _List(msgspec.Struct, frozen=True, array_like=True):
-    at: float
-    members: int
-    error: str
-
-
 _encode = msgspec.msgpack.Encoder().encode
 _row = msgspec.msgpack.Decoder(_Row).decode
-_list = msgspec.msgpack.Decoder(_List).decode
+_list = msgspec.msgpack.Decoder(tuple[float, int, str]).decode  # time, members, error
 
 
 class RedisProxies(ProxyView):
@@ -77,7 +71,7 @@ class RedisProxies(ProxyView):
 
     async def listed(self, pool: str, members: int, error: str) -> None:
         await self.server.command(
-            "HSET", self.base + ":pools", pool, _encode(_List(self.clock.now(), members, error))
+            "HSET", self.base + ":pools", pool, _encode((self.clock.now(), members, error))
         )
 
     async def prune(self) -> None:
@@ -109,7 +103,7 @@ class RedisProxies(ProxyView):
     def lists(self) -> dict[str, tuple[float, int, str]]:
         """Return (time, number of members, error) of the last fetch of each pool's list."""
         rows = self._blocking.command("HGETALL", self.base + ":pools")
-        return {pool.decode(): msgspec.structs.astuple(_list(raw)) for pool, raw in rows.items()}
+        return {pool.decode(): _list(raw) for pool, raw in rows.items()}
 
     def close(self) -> None:
         self._blocking.close()

@@ -87,7 +87,7 @@ return #old
 )
 
 # Write states of hosts. ARGV for each host: host, state that the caller read or '', new state, and
-# the two values of `hosts.aside`. Returns 1 for each written state. If another process has changed
+# the two values of `claims.aside`. Returns 1 for each written state. If another process has changed
 # a state, returns that state.
 KEEP = Script(
     """#!lua
