@@ -33,7 +33,6 @@ from penstock.sources.postgres.pgoutput import (
 )
 from penstock.sources.postgres.position import ALL_CHANGES, Cursor, Part, Reading
 from penstock.sources.postgres.settings import CdcSettings, identifier
-from penstock.sources.postgres.slot_start import check_cursor, first_start
 from penstock.sources.postgres.snapshot import Findings, Included, Snapshot
 from penstock.sources.postgres.spill import Frame, Spill
 
@@ -156,12 +155,12 @@ class SlotReader:
         s, cursor, exported = self._s, self._cursor, None
         try:
             if cursor is None:
-                cursor, exported = first_start(s, session, replication, self._system, database)
+                cursor, exported = slots.first_start(s, session, replication, self._system, database)
                 # Once the ledger has this cursor, a missing slot is reported as lost changes and
                 # is not taken for a first start.
                 self.queue.put(Chunk([], cursor))
             else:
-                check_cursor(s, session, cursor, self._system, database)
+                slots.check_cursor(s, session, cursor, self._system, database)
         except SourceDown:
             # Findings in the spill file stay valid without the slot.
             self._drain()
