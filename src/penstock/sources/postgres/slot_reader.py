@@ -20,7 +20,6 @@ from penstock.ports import Finding
 from penstock.sources.base import BATCH
 from penstock.sources.postgres import slot as slots
 from penstock.sources.postgres.chunks import Chunk, ChunkQueue
-from penstock.sources.postgres.lag_limit import WalLimit
 from penstock.sources.postgres.pgoutput import (
     BadChange,
     Begin,
@@ -34,7 +33,7 @@ from penstock.sources.postgres.pgoutput import (
 from penstock.sources.postgres.position import ALL_CHANGES, Cursor, Part, Reading
 from penstock.sources.postgres.settings import CdcSettings, identifier
 from penstock.sources.postgres.snapshot import Findings, Included, Snapshot
-from penstock.sources.postgres.spill import Frame, Spill
+from penstock.sources.postgres.spill import Frame, Spill, WalLimit
 
 log = logging.getLogger("penstock")
 # Bytes of changes after which a chunk is finished, even if it has few findings.
