@@ -154,7 +154,9 @@ class SlotReader:
         s, cursor, exported = self._s, self._cursor, None
         try:
             if cursor is None:
-                cursor, exported = slots.first_start(s, session, replication, self._system, database)
+                cursor, exported = slots.first_start(
+                    s, session, replication, self._system, database
+                )
                 # Once the ledger has this cursor, a missing slot is reported as lost changes and
                 # is not taken for a first start.
                 self.queue.put(Chunk([], cursor))

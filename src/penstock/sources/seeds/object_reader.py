@@ -14,16 +14,20 @@ from typing import Final, NamedTuple
 from penstock.model import mint
 from penstock.ports import Finding
 from penstock.sources.seeds.files import ObjectUnreadable, OpenObject, SeedObject, SeedPlace
-from penstock.sources.seeds.formats import (
+from penstock.sources.seeds.lines import (
+    BUDGET,
     SHOWN,
     BadLine,
+    Lines,
     ParsedLine,
+    Record,
+    SizeLimits,
+    Stream,
     parse_csv,
     parse_json,
     parse_text,
     row,
 )
-from penstock.sources.seeds.lines import BUDGET, Lines, Record, SizeLimits, Stream
 from penstock.sources.seeds.positions import ObjectPosition
 
 BATCH_BYTES: Final = 4 << 20  # bytes of records in one batch
