@@ -8,6 +8,7 @@ import hashlib
 import os
 import stat
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import PurePath
 from typing import Protocol
 
@@ -155,14 +156,12 @@ class Files:
         return root, self._limit(name for name in found if is_wanted(name, any_name=True))
 
     def _limit(self, names: Iterator[str]) -> list[str]:
-        listed: list[str] = []
-        for name in names:
-            listed.append(name)
-            if len(listed) > MAX_OBJECTS:
-                raise ObjectUnreadable(
-                    f"there are more than {MAX_OBJECTS} files in {self.path}",
-                    hint="move files that were read elsewhere, or use several sources",
-                )
+        listed = list(islice(names, MAX_OBJECTS + 1))
+        if len(listed) > MAX_OBJECTS:
+            raise ObjectUnreadable(
+                f"there are more than {MAX_OBJECTS} files in {self.path}",
+                hint="move files that were read elsewhere, or use several sources",
+            )
         return sorted(listed)
 
     def _single(self) -> SeedObject:

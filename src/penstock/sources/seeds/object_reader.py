@@ -150,9 +150,9 @@ class ObjectReader:
             return False
         if self._lines.position[0] == until and self._lines.position[2] == self._before.sum:
             self._verify_until = None
-            return True
-        self._restart(self._before.generation + 1)  # the object has other content
-        self._lines.budget = BUDGET
+        else:
+            self._restart(self._before.generation + 1)  # the object has other content
+            self._lines.budget = BUDGET
         return True
 
     def _new_lines(self, offset: int = 0, line: int = 1, sum: int = 0) -> Lines:
