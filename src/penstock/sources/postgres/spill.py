@@ -47,8 +47,7 @@ class Spill:
 
     def __init__(self, path: Path, limit: int) -> None:
         self.path, self.limit = path, limit
-        self._file: int | None = None
-        self._accepted_file: int | None = None
+        self._file = self._accepted_file = -1  # descriptors, -1 if not open
         self.size = self.accepted = self.read_to = 0
         if path.exists():
             self._open()
@@ -69,9 +68,8 @@ class Spill:
         `queued`: its findings are also in the queue, so `next` skips the frame. It is needed only
         after a restart.
         """
-        if self._file is None:
+        if self._file < 0:
             self._open()
-        assert self._file is not None
         body = msgspec.json.encode(frame)
         raw = _HEAD.pack(len(body), zlib.crc32(body)) + body
         written = 0
@@ -84,20 +82,18 @@ class Spill:
 
     def sync(self) -> None:
         """Make appended frames durable. Raises OSError."""
-        if self._file is not None:
+        if self._file >= 0:
             os.fdatasync(self._file)
 
     def next(self) -> tuple[Frame, int] | None:
         """Return the next frame and the offset of its end, or None at the end of the file."""
-        found = self._frame(self.read_to)
-        if found is None:
-            return None
-        self.read_to = found[1]
+        if (found := self._frame(self.read_to)) is not None:
+            self.read_to = found[1]
         return found
 
     def accept(self, end: int) -> None:
         """Record that frames up to `end` are in the ledger. Truncate the file if none is left."""
-        if self._file is None:
+        if self._file < 0:
             return
         self.accepted = max(self.accepted, end)
         emptied = self.accepted >= self.size
@@ -117,12 +113,11 @@ class Spill:
 
     def close(self) -> None:
         for number in (self._file, self._accepted_file):
-            if number is not None:
+            if number >= 0:
                 os.close(number)
-        self._file = self._accepted_file = None
+        self._file = self._accepted_file = -1
 
     def _record(self, accepted: int) -> None:
-        assert self._accepted_file is not None
         self.accepted = accepted
         os.pwrite(
             self._accepted_file,
@@ -140,8 +135,6 @@ class Spill:
 
     def _check(self) -> None:
         """Read the accepted offset, and truncate the file after its last complete frame."""
-        assert self._file is not None
-        assert self._accepted_file is not None
         self.size = os.fstat(self._file).st_size
         raw = os.pread(self._accepted_file, _ACCEPTED.size, 0)
         if len(raw) == _ACCEPTED.size:
@@ -151,17 +144,15 @@ class Spill:
                 if checksum == zlib.crc32(place.to_bytes(8, "big")) and place <= self.size
                 else 0
             )
-        at = self.accepted
+        at = self.read_to = self.accepted
         while (found := self._frame(at)) is not None:
             at = found[1]
         self.size = at
-        self.read_to = self.accepted
         os.ftruncate(self._file, at)
         self._record(self.accepted)
 
     def _frame(self, at: int) -> tuple[Frame, int] | None:
-        assert self._file is not None or at >= self.size
-        if self._file is None or at + _HEAD.size > self.size:
+        if at + _HEAD.size > self.size:  # also if the file is not open
             return None
         size, checksum = _HEAD.unpack(os.pread(self._file, _HEAD.size, at))
         end = at + _HEAD.size + size
