@@ -273,10 +273,12 @@ class SlotReader:
             self._begin, self._index = change, 0
         elif isinstance(change, Commit):
             self._begin = None
-            if not self._found:
-                self._confirm_after_previous(change.end)
-            else:
+            if self._found:
                 self._confirm = change.end
+            # Without findings it is confirmed together with the chunk before it. An active spill
+            # file also holds all queued findings.
+            elif self._spill.active or not self.queue.confirm_with_last(change.end):
+                self._may_discard(change.end)
         elif isinstance(change, Insert | Update | Delete | Truncate):
             begin = self._begin
             if begin is None:
@@ -346,12 +348,6 @@ class SlotReader:
             )
 
     # -- confirming --------------------------------------------------------------------------------
-
-    def _confirm_after_previous(self, end: int) -> None:
-        """Confirm a transaction without further findings together with the chunk before it."""
-        # An active spill file also holds all queued findings.
-        if self._spill.active or not self.queue.confirm_with_last(end):
-            self._may_discard(end)
 
     def _confirm_accepted(self, stream: Any) -> None:
         """Confirm accepted chunks to the server and in the spill file."""
