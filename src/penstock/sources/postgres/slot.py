@@ -179,11 +179,8 @@ def ensure_publication(s: CdcSettings, connection: Any) -> None:
     ]
     published = {"insert": inserts, "update": updates}
     unpublished = sorted(operation for operation in s.operations if not published[operation])
-    changes = []
-    if missing:
-        changes.append(f"ADD TABLE {', '.join(table.inline for table in missing)}")
-    if unpublished:
-        changes.append("SET (publish = 'insert, update')")
+    changes = [f"ADD TABLE {', '.join(table.inline for table in missing)}"] if missing else []
+    changes += ["SET (publish = 'insert, update')"] if unpublished else []
     for change in changes:
         statement = f"ALTER PUBLICATION {inline(s.publication)} {change}"
         what = f"table {missing[0].label}" if missing else unpublished[0] + "s"
