@@ -141,7 +141,7 @@ class ApiSource(Polling):
                 yield Batch(findings=[] if silent else found[n : n + BATCH])
             if pages == 1:
                 etag, modified = validators(response)
-            following = self._paging.next(self._url, url, response, page, items)
+            following = self._paging.next(self._url, url, response, page, pages=pages, items=items)
             if following is not None and (pages >= self._max_pages or items >= self._max_items):
                 log.warning(
                     "source %s: more than %d pages or %d items, so the rest is not read",
@@ -252,23 +252,16 @@ class _Paging:
         )
 
     def next(
-        self, endpoint: str, url: str, response: Response, page: Page, items: int
+        self, endpoint: str, url: str, response: Response, page: Page, *, pages: int, items: int
     ) -> str | None:
         """Return the URL of the next page, or None after the last page.
 
-        Raises SourceDown if the response has an invalid URL.
+        `pages` and `items` are the numbers read so far in this round. Raises SourceDown if the
+        response has an invalid URL.
         """
-        if self._method == "page":
-            number = int(dict(parse_qsl(urlsplit(url).query)).get(self._parameter, self._start))
-            return (
-                _set_parameter(endpoint, self._parameter, str(number + 1)) if page.items else None
-            )
-        if self._method == "offset":
-            return (
-                _set_parameter(endpoint, self._parameter, str(self._start + items))
-                if page.items
-                else None
-            )
+        if self.counts:
+            following = self._start + (pages if self._method == "page" else items)
+            return _set_parameter(endpoint, self._parameter, str(following)) if page.items else None
         given = next_link(response.headers) if self._method == "link" else page.next
         if given is None or given in ("", False):
             return None

@@ -5,6 +5,7 @@ Elements are moved atomically into a hash, and deleted from it when the ledger h
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from typing import Any, Final
@@ -88,32 +89,40 @@ return {epoch or '', size(), found}
 """
 )
 _decode = msgspec.json.Decoder().decode
+_undecoded = re.compile("[\ud800-\udfff]").search  # bytes that are not UTF-8, by surrogateescape
 
 
 class UserServer(Server):
     """Redis server of the user. Its persistence and eviction settings are not checked."""
 
     def judge(self, facts: Mapping[str, str]) -> None:
-        if facts.get("loading") == "1":
-            raise Unreachable(
-                f"Redis at {self.name} is loading its data", hint="it is retried automatically"
-            )
         version = facts.get("redis_version", "0")
-        if tuple(int(n) for n in version.split(".")[:2] if n.isdigit()) < MIN_VERSION:
-            raise Unreachable(
-                f"Redis at {self.name} is version {version}, and a source needs 5.0 or newer",
-                hint="upgrade the server, or push its URLs with `penstock push`",
-            )
-        if facts.get("role") == "slave":
-            raise Unreachable(
-                f"Redis at {self.name} is a replica, which is read-only",
-                hint="name the primary in the source's URL",
-            )
-        if facts.get("cluster_enabled") == "1":
-            raise Unreachable(
-                f"Redis at {self.name} is a cluster node, and a source needs a single primary",
-                hint="name a server without cluster mode",
-            )
+        numbers = tuple(int(n) for n in version.split(".")[:2] if n.isdigit())
+        problems = (
+            (
+                facts.get("loading") == "1",
+                "is loading its data",
+                "it is retried automatically",
+            ),
+            (
+                numbers < MIN_VERSION,
+                f"is version {version}, and a source needs 5.0 or newer",
+                "upgrade the server, or push its URLs with `penstock push`",
+            ),
+            (
+                facts.get("role") == "slave",
+                "is a replica, which is read-only",
+                "name the primary in the source's URL",
+            ),
+            (
+                facts.get("cluster_enabled") == "1",
+                "is a cluster node, and a source needs a single primary",
+                "name a server without cluster mode",
+            ),
+        )
+        for applies, problem, hint in problems:
+            if applies:
+                raise Unreachable(f"Redis at {self.name} {problem}", hint=hint)
 
 
 class RedisList(BaseSource):
@@ -219,7 +228,7 @@ def _read(text: str, length: int) -> tuple[str | None, dict[str, Any], str]:
     wrong = ""
     if length > MAX_ELEMENT:
         wrong = f"the element has {length} bytes, of at most {MAX_ELEMENT}"
-    elif not text.isascii() and not _is_text(text):
+    elif _undecoded(text):
         wrong = "the element is not UTF-8"
     elif text.lstrip()[:1] == "{":
         try:
@@ -239,14 +248,6 @@ def _read(text: str, length: int) -> tuple[str | None, dict[str, Any], str]:
         {"element": text[:SHOWN].encode("utf-8", "replace").decode(), "error": wrong},
         wrong,
     )
-
-
-def _is_text(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 # -- opening ---------------------------------------------------------------------------------------

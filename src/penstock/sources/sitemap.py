@@ -298,10 +298,8 @@ class _Comparison:
     def _finding(self, change: str, entry: SitemapEntry, mark: bytes, sitemap: str) -> Finding:
         # How often this version was replaced or removed before.
         count = self._past.count(entry.loc, mark)
-        payload = {
-            name: value for name, value in msgspec.to_builtins(entry).items() if name != "loc"
-        }
-        payload |= {"url": entry.loc, "change": change, "sitemap": sitemap}
+        payload = msgspec.to_builtins(entry)
+        payload |= {"url": payload.pop("loc"), "change": change, "sitemap": sitemap}
         payload.setdefault("lastmod", None)
         return Finding(
             id=mint("sitemap", entry.loc, _text(mark), *([str(count)] if count else [])),
@@ -329,22 +327,22 @@ class _Comparison:
                 )
             return
         for at in range(0, len(missing), BATCH):
-            found = []
-            for loc in missing[at : at + BATCH]:
-                mark = self._known[loc]
-                id_ = mint("sitemap", loc, _text(mark), "removed", str(self._past.count(loc, mark)))
-                self._past.add(loc, mark)
-                payload = {
-                    "url": loc,
-                    "change": "removed",
-                    "lastmod": None if mark == NO_LASTMOD else struct.unpack("<d", mark)[0],
-                }
-                found.append(
-                    Finding(
-                        id=id_, url=loc, cause=f"removed {_text(mark)}".strip(), payload=payload
-                    )
-                )
-            yield found
+            yield [self._removal(loc) for loc in missing[at : at + BATCH]]
+
+    def _removal(self, loc: str) -> Finding:
+        mark = self._known[loc]
+        count = self._past.count(loc, mark)
+        self._past.add(loc, mark)
+        return Finding(
+            id=mint("sitemap", loc, _text(mark), "removed", str(count)),
+            url=loc,
+            cause=f"removed {_text(mark)}".strip(),
+            payload={
+                "url": loc,
+                "change": "removed",
+                "lastmod": None if mark == NO_LASTMOD else struct.unpack("<d", mark)[0],
+            },
+        )
 
     def state(self) -> _State:
         return _State(1, self._documents, self._past.stored())

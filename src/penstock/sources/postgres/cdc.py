@@ -22,7 +22,7 @@ from penstock.sources.postgres import pgoutput
 from penstock.sources.postgres import slot as server
 from penstock.sources.postgres.pgoutput import lsn_of, lsn_text
 from penstock.sources.postgres.position import Cursor
-from penstock.sources.postgres.settings import CdcSettings, identifier, inline
+from penstock.sources.postgres.settings import CdcSettings, as_text, identifier
 from penstock.sources.postgres.slot_reader import SlotReader
 
 T = TypeVar("T")
@@ -181,7 +181,7 @@ class CdcSource(BaseSource):
         found: list[Finding] = []
         for table in self.settings.tables:
             names = server.columns(session, table)
-            selected = ", ".join(f"{inline(name)}::text" for name, _ in names)
+            selected = as_text(name for name, _ in names)
             statement = f"SELECT {selected} FROM {table.inline} LIMIT {limit - len(found)}"
             cause = f"{table.label}: existing row, as if it were inserted now"
             found += [

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode
@@ -207,6 +207,11 @@ def identifier(name: str) -> str:
 def inline(name: str) -> str:
     """Quote an identifier for a statement with parameters: % is written %%."""
     return identifier(name).replace("%", "%%")
+
+
+def as_text(names: Iterable[str]) -> str:
+    """Return the columns as text, for the list of a SELECT."""
+    return ", ".join(f"{inline(name)}::text" for name in names)
 
 
 def _parts(spec: SourceSpec, known: Mapping[str, Any]) -> tuple[Address, dict[str, Any]]:

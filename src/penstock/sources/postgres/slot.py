@@ -1,4 +1,4 @@
-"""Replication slot and publication on the server: find, create and drop them, explain errors."""
+"""Replication slot and publication on the server: check, create and drop them, explain errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import psycopg2
 import psycopg2.extras
 
 from penstock.errors import SourceDown
-from penstock.sources.postgres.pgoutput import lsn_of
+from penstock.sources.postgres.pgoutput import lsn_of, lsn_text
+from penstock.sources.postgres.position import Cursor, Reading
 from penstock.sources.postgres.settings import (
     CdcSettings,
     TableName,
@@ -178,11 +179,8 @@ def ensure_publication(s: CdcSettings, connection: Any) -> None:
     ]
     published = {"insert": inserts, "update": updates}
     unpublished = sorted(operation for operation in s.operations if not published[operation])
-    changes = []
-    if missing:
-        changes.append(f"ADD TABLE {', '.join(table.inline for table in missing)}")
-    if unpublished:
-        changes.append("SET (publish = 'insert, update')")
+    changes = [f"ADD TABLE {', '.join(table.inline for table in missing)}"] if missing else []
+    changes += ["SET (publish = 'insert, update')"] if unpublished else []
     for change in changes:
         statement = f"ALTER PUBLICATION {inline(s.publication)} {change}"
         what = f"table {missing[0].label}" if missing else unpublished[0] + "s"
@@ -343,6 +341,65 @@ def drop_publication(s: CdcSettings, connection: Any) -> bool:
             hint=f"as its owner: DROP PUBLICATION {s.publication}",
         ) from None
     return True
+
+
+# -- the start of a reader -------------------------------------------------------------------------
+
+
+def check_cursor(s: CdcSettings, session: Any, cursor: Cursor, system: str, database: str) -> None:
+    """Check that the slot has the changes after the cursor, and extend the publication.
+
+    Raises SourceDown, for example if the slot is missing, because changes are lost.
+    """
+    if cursor.system != system:
+        raise SourceDown(
+            f"source {s.source}: its position {lsn_text(cursor.lsn)} belongs to "
+            f"another server than {s.address.label}",
+            hint="change the URL back to the first server, or run "
+            f"`penstock sources reset {s.source} --to start`",
+        )
+    slot = find(s, session)
+    if slot is None:
+        raise SourceDown(
+            f"source {s.source}: slot {s.slot} does not exist any longer, so changes after "
+            f"{lsn_text(cursor.lsn)} are lost",
+            hint=f"run `penstock sources reset {s.source} --to start` to create a new slot "
+            "(with snapshot = true the table is read again)",
+        )
+    check_usable(s, slot, database)
+    # Otherwise new changes with an LSN below the cursor would be skipped as already read.
+    if cursor.lsn > slot.current_lsn:
+        raise SourceDown(
+            f"source {s.source}: its position {lsn_text(cursor.lsn)} is ahead of "
+            f"{s.address.label}, which is at {lsn_text(slot.current_lsn)}:"
+            " the server was restored from a backup, or replaced by another server",
+            hint=f"run `penstock sources reset {s.source} --to start` (or `--to now`)",
+        )
+    ensure_publication(s, session)
+
+
+def first_start(
+    s: CdcSettings, session: Any, replication: Any, system: str, database: str
+) -> tuple[Cursor, str | None]:
+    """Create the publication and the slot, unless they exist. Raises SourceDown.
+
+    Return the cursor at the start of the slot, and the name of the snapshot that a new slot
+    exported, or None.
+    """
+    exported = None
+    slot = find(s, session)
+    # Before the slot: a slot cannot use a publication that was created after it.
+    ensure_publication(s, session)
+    if slot is None:
+        warn_if_unlimited(s, session)
+        if s.snapshot:
+            exported = create_exporting(s, replication)
+        else:
+            create(s, session)
+        slot = find_created(s, session)
+    check_usable(s, slot, database)
+    reading = Reading(0, None) if s.snapshot else None
+    return Cursor(system, slot.confirmed, 0, reading), exported
 
 
 # -- errors ----------------------------------------------------------------------------------------

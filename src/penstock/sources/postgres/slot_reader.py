@@ -20,7 +20,6 @@ from penstock.ports import Finding
 from penstock.sources.base import BATCH
 from penstock.sources.postgres import slot as slots
 from penstock.sources.postgres.chunks import Chunk, ChunkQueue
-from penstock.sources.postgres.lag_limit import WalLimit
 from penstock.sources.postgres.pgoutput import (
     BadChange,
     Begin,
@@ -33,9 +32,8 @@ from penstock.sources.postgres.pgoutput import (
 )
 from penstock.sources.postgres.position import ALL_CHANGES, Cursor, Part, Reading
 from penstock.sources.postgres.settings import CdcSettings, identifier
-from penstock.sources.postgres.slot_start import check_cursor, first_start
 from penstock.sources.postgres.snapshot import Findings, Included, Snapshot
-from penstock.sources.postgres.spill import Frame, Spill
+from penstock.sources.postgres.spill import Frame, Spill, WalLimit
 
 log = logging.getLogger("penstock")
 # Bytes of changes after which a chunk is finished, even if it has few findings.
@@ -156,12 +154,14 @@ class SlotReader:
         s, cursor, exported = self._s, self._cursor, None
         try:
             if cursor is None:
-                cursor, exported = first_start(s, session, replication, self._system, database)
+                cursor, exported = slots.first_start(
+                    s, session, replication, self._system, database
+                )
                 # Once the ledger has this cursor, a missing slot is reported as lost changes and
                 # is not taken for a first start.
                 self.queue.put(Chunk([], cursor))
             else:
-                check_cursor(s, session, cursor, self._system, database)
+                slots.check_cursor(s, session, cursor, self._system, database)
         except SourceDown:
             # Findings in the spill file stay valid without the slot.
             self._drain()
@@ -273,10 +273,12 @@ class SlotReader:
             self._begin, self._index = change, 0
         elif isinstance(change, Commit):
             self._begin = None
-            if not self._found:
-                self._confirm_after_previous(change.end)
-            else:
+            if self._found:
                 self._confirm = change.end
+            # Without findings it is confirmed together with the chunk before it. An active spill
+            # file also holds all queued findings.
+            elif self._spill.active or not self.queue.confirm_with_last(change.end):
+                self._may_discard(change.end)
         elif isinstance(change, Insert | Update | Delete | Truncate):
             begin = self._begin
             if begin is None:
@@ -346,12 +348,6 @@ class SlotReader:
             )
 
     # -- confirming --------------------------------------------------------------------------------
-
-    def _confirm_after_previous(self, end: int) -> None:
-        """Confirm a transaction without further findings together with the chunk before it."""
-        # An active spill file also holds all queued findings.
-        if self._spill.active or not self.queue.confirm_with_last(end):
-            self._may_discard(end)
 
     def _confirm_accepted(self, stream: Any) -> None:
         """Confirm accepted chunks to the server and in the spill file."""

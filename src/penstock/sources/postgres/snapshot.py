@@ -14,7 +14,7 @@ from penstock.ports import Finding
 from penstock.sources.base import BATCH
 from penstock.sources.postgres import pgoutput
 from penstock.sources.postgres.position import Part, Reading, saw
-from penstock.sources.postgres.settings import CdcSettings, TableName, inline
+from penstock.sources.postgres.settings import CdcSettings, TableName, as_text, inline
 from penstock.sources.postgres.slot import KEY_COLUMNS, columns, rows
 
 _INTEGER_TYPES = ("smallint", "integer", "bigint")
@@ -62,27 +62,28 @@ class Snapshot:
             names = columns(self._connection, table)
             # Order by the columns of the table, because the selected values are text.
             order = ", ".join(f"r.{inline(name)}" for name, _ in key)
-            selected = ", ".join(f"{inline(name)}::text" for name, _ in names)
-            keys = ", ".join(f"{inline(name)}::text" for name, _ in key)
+            selected = as_text(name for name, _ in (*key, *names))
             while True:
                 where = "" if after is None else f"WHERE ({order}) > ({_placeholders(key)})"
                 statement = (
-                    f"SELECT {keys}, {selected} FROM {table.inline} AS r {where}"
+                    f"SELECT {selected} FROM {table.inline} AS r {where}"
                     f" ORDER BY {order} LIMIT {BATCH}"
                 )
                 found = rows(self._connection, statement, after or ())
                 if not found:
                     break
-                findings = []
-                for row in found:
-                    values = pgoutput.row_of(names, row[len(key) :])
-                    payload = {**values, "_cdc": {"op": "read", "table": table.label}}
-                    id_ = mint(
-                        "cdc", system, "snapshot", self._database, table.label, *row[: len(key)]
+                id_parts = ("cdc", system, "snapshot", self._database, table.label)
+                findings = [
+                    Finding(
+                        id=mint(*id_parts, *row[: len(key)]),
+                        cause=f"{table.label}: there at the start",
+                        payload={
+                            **pgoutput.row_of(names, row[len(key) :]),
+                            "_cdc": {"op": "read", "table": table.label},
+                        },
                     )
-                    findings.append(
-                        Finding(id=id_, cause=f"{table.label}: there at the start", payload=payload)
-                    )
+                    for row in found
+                ]
                 after = list(found[-1][: len(key)])
                 yield findings, Reading(number, after)
                 if len(found) < BATCH:

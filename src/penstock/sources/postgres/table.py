@@ -18,7 +18,7 @@ from penstock.model import mint
 from penstock.ports import Batch, Finding
 from penstock.sources.base import BATCH, BaseSource, SourceContext
 from penstock.sources.postgres import pgoutput
-from penstock.sources.postgres.settings import TableSettings, identifier, inline
+from penstock.sources.postgres.settings import TableSettings, as_text, identifier, inline
 from penstock.sources.postgres.slot import KEY_COLUMNS, error_text
 from penstock.stores.postgres.url import OLDEST, refusal
 
@@ -193,8 +193,7 @@ class _UnreadRows:
         Rows that other transactions have locked are skipped if `lock` is set.
         """
         s = self._s
-        keys = ", ".join(f"{inline(name)}::text" for name in self._key)
-        selected = ", ".join(f"{inline(name)}::text" for name, _ in self._columns)
+        selected = as_text(name for name, _ in self._columns)
         # Order by the columns of the table, because the selected values are text.
         order = ", ".join(f"r.{inline(name)}" for name in self._key)
         where = {
@@ -203,8 +202,8 @@ class _UnreadRows:
             "delete": "",
         }[s.done]
         statement = (
-            f"SELECT {keys}, xmin::text, {selected} FROM {s.table.inline} AS r {where}"
-            f" ORDER BY {order} LIMIT {limit}"
+            f"SELECT {as_text(self._key)}, xmin::text, {selected}"
+            f" FROM {s.table.inline} AS r {where} ORDER BY {order} LIMIT {limit}"
         )
         return await _all(
             self._connection,

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import hashlib
 import os
 import stat
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import PurePath
 from typing import Protocol
 
 import msgspec
 
 from penstock.errors import PenstockError, SourceDown
-from penstock.sources.seeds.formats import format_of, short_hash
 
+SUFFIXES = {"txt": "txt", "csv": "csv", "jsonl": "jsonl", "ndjson": "jsonl"}
+FORMATS = tuple(dict.fromkeys(SUFFIXES.values()))
 MAX_OBJECTS = 50_000  # of one source: its cursor has a position for each
 
 
@@ -64,6 +67,19 @@ class ObjectUnreadable(PenstockError):
 
 class ObjectChanged(Exception):
     """The object was replaced or deleted after the scan. The next round reads it again."""
+
+
+def short_hash(text: str) -> bytes:
+    """Return a hash of eight bytes, which stands for the text in a cursor."""
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+
+
+def format_of(name: str) -> tuple[str, bool] | None:
+    """Return the format and whether it is gzip by the suffix, or None for an unknown suffix."""
+    stem = name.lower()
+    compressed = stem.endswith(".gz")
+    suffix = stem.removesuffix(".gz").rpartition(".")[2]
+    return (SUFFIXES[suffix], compressed) if suffix in SUFFIXES and "." in stem else None
 
 
 def is_wanted(name: str, *, any_name: bool) -> bool:
@@ -140,14 +156,12 @@ class Files:
         return root, self._limit(name for name in found if is_wanted(name, any_name=True))
 
     def _limit(self, names: Iterator[str]) -> list[str]:
-        listed: list[str] = []
-        for name in names:
-            listed.append(name)
-            if len(listed) > MAX_OBJECTS:
-                raise ObjectUnreadable(
-                    f"there are more than {MAX_OBJECTS} files in {self.path}",
-                    hint="move files that were read elsewhere, or use several sources",
-                )
+        listed = list(islice(names, MAX_OBJECTS + 1))
+        if len(listed) > MAX_OBJECTS:
+            raise ObjectUnreadable(
+                f"there are more than {MAX_OBJECTS} files in {self.path}",
+                hint="move files that were read elsewhere, or use several sources",
+            )
         return sorted(listed)
 
     def _single(self) -> SeedObject:

@@ -1,6 +1,6 @@
-"""Splits an object into records with bounded memory: gzip, lines, CSV records over several lines.
+"""Splits an object into records with bounded memory, and parses them as text, CSV or JSON.
 
-See `formats` for how a record is parsed.
+The object may be gzip, and a CSV record may have several lines.
 """
 
 from __future__ import annotations
@@ -8,8 +8,10 @@ from __future__ import annotations
 import csv
 import re
 import zlib
-from collections.abc import Iterator
-from typing import Final, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import msgspec
 
 from penstock.sources.seeds.files import OpenObject
 
@@ -19,7 +21,11 @@ RATIO_FREE: Final = 64 << 20  # decompressed bytes for which the ratio is not ch
 # Bytes of a CSV record over several lines. Without a limit, one stray quote would make the rest of
 # the object a single record.
 MAX_SPAN: Final = 64 << 10
-SHOWN: Final = 2000  # bytes of a record that is too long, in the finding
+LONG_SHOWN: Final = 2000  # bytes of a record that is too long, in the finding
+SHOWN: Final = 500  # characters of a record that cannot be parsed, in the payload
+# URL (or None) and payload of a record. A blank line or a comment has neither.
+ParsedLine: TypeAlias = tuple[str | None, dict[str, Any]]
+_decode = msgspec.json.Decoder().decode
 _BLANK: Final = re.compile(rb"\n+")
 
 
@@ -28,6 +34,10 @@ class Record(NamedTuple):
     line: int
     raw: bytes  # without the newline
     wrong: str = ""  # reason if the record cannot be used
+
+
+class BadLine(Exception):
+    """The line cannot be parsed. The text is a readable reason."""
 
 
 class SizeLimits(NamedTuple):
@@ -159,7 +169,7 @@ class Lines:
         self._long_line = Record(
             self.offset,
             self.line,
-            self._data[self._pos : self._pos + SHOWN],
+            self._data[self._pos : self._pos + LONG_SHOWN],
             f"the line has more than {self._max_record} bytes (max_line)",
         )
         return self._skip_long_line()
@@ -267,3 +277,52 @@ class Lines:
         except csv.Error:
             return end  # the parser of the format reports the error
         return end if missing > 0 else missing
+
+
+# -- parsing ---------------------------------------------------------------------------------------
+
+
+def parse_text(text: str) -> ParsedLine | None:
+    """Parse a line of text with one URL. A line that starts with # is a comment."""
+    url = text.strip()
+    return None if not url or url.startswith("#") else (url, {"url": url})
+
+
+def parse_json(text: str) -> ParsedLine | None:
+    """Parse a line with one JSON object or one URL as a JSON string. Raises BadLine."""
+    if not text.strip():
+        return None
+    try:
+        found = _decode(text)
+    except (msgspec.DecodeError, ValueError, RecursionError) as e:
+        raise BadLine(f"the line is no JSON: {str(e)[:200]}") from None
+    if isinstance(found, str):
+        return found, {"url": found}
+    if not isinstance(found, dict):
+        raise BadLine(f"the line is JSON, but no object but {type(found).__name__}")
+    return None, found
+
+
+def parse_csv(columns: Sequence[str], url: str, delimiter: str, text: str) -> ParsedLine | None:
+    """Parse a CSV record. `url` is the column with the URL. Raises BadLine.
+
+    The columns come from the header or from the source's options.
+    """
+    fields = row(text, delimiter)
+    if not any(fields):
+        return None
+    if len(fields) > len(columns):
+        raise BadLine(f"the line has {len(fields)} fields, the header {len(columns)}")
+    payload = dict(zip(columns, fields, strict=False))
+    found = payload.get(url)
+    return (found.strip() if found else None), payload
+
+
+def row(text: str, delimiter: str) -> list[str]:
+    """Split a CSV record into fields. Raises BadLine."""
+    if '"' not in text:
+        return text.split(delimiter) if text else []
+    try:
+        return next(csv.reader([text], delimiter=delimiter), [])
+    except csv.Error as e:
+        raise BadLine(f"the line is no CSV: {e}") from None

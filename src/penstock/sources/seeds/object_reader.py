@@ -14,16 +14,20 @@ from typing import Final, NamedTuple
 from penstock.model import mint
 from penstock.ports import Finding
 from penstock.sources.seeds.files import ObjectUnreadable, OpenObject, SeedObject, SeedPlace
-from penstock.sources.seeds.formats import (
+from penstock.sources.seeds.lines import (
+    BUDGET,
     SHOWN,
     BadLine,
+    Lines,
     ParsedLine,
+    Record,
+    SizeLimits,
+    Stream,
     parse_csv,
     parse_json,
     parse_text,
     row,
 )
-from penstock.sources.seeds.lines import BUDGET, Lines, Record, SizeLimits, Stream
 from penstock.sources.seeds.positions import ObjectPosition
 
 BATCH_BYTES: Final = 4 << 20  # bytes of records in one batch
@@ -146,9 +150,9 @@ class ObjectReader:
             return False
         if self._lines.position[0] == until and self._lines.position[2] == self._before.sum:
             self._verify_until = None
-            return True
-        self._restart(self._before.generation + 1)  # the object has other content
-        self._lines.budget = BUDGET
+        else:
+            self._restart(self._before.generation + 1)  # the object has other content
+            self._lines.budget = BUDGET
         return True
 
     def _new_lines(self, offset: int = 0, line: int = 1, sum: int = 0) -> Lines:

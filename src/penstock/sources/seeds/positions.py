@@ -7,7 +7,7 @@ from collections.abc import Collection
 import msgspec
 
 from penstock.errors import SourceDown
-from penstock.sources.seeds.formats import short_hash
+from penstock.sources.seeds.files import short_hash
 
 # Positions of objects that no longer exist, but may appear again. The most recent are kept.
 MAX_VANISHED = 10_000

@@ -18,10 +18,10 @@ from penstock.sources.seeds.files import (
     ObjectUnreadable,
     OpenObject,
     SeedObject,
+    format_of,
     is_wanted,
     stamp,
 )
-from penstock.sources.seeds.formats import format_of
 from penstock.stores.s3 import bucket_at, refused
 
 RIGHTS = "s3:ListBucket and s3:GetObject"

@@ -18,13 +18,14 @@ from penstock.ports import Batch, Finding
 from penstock.rules.masking import mask
 from penstock.sources.base import BATCH, BaseSource, SourceContext, options
 from penstock.sources.seeds.files import (
+    FORMATS,
     Files,
     ObjectChanged,
     ObjectUnreadable,
     SeedObject,
     SeedPlace,
+    format_of,
 )
-from penstock.sources.seeds.formats import FORMATS, format_of
 from penstock.sources.seeds.lines import SizeLimits
 from penstock.sources.seeds.object_reader import BATCH_BYTES, ObjectReader, ReadOptions
 from penstock.sources.seeds.positions import ObjectPosition, ObjectPositions, last_position
