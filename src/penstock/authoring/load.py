@@ -66,10 +66,9 @@ def _import(path: Path, source: bytes) -> Pipeline:
     if len(distinct) != 1:
         del sys.modules[module.__name__]
         listed = ", ".join(f"{name} = Pipeline({p.name!r})" for name, p in found.items()) or "none"
-        hint = 'write shop = Pipeline("shop"), and use one file for each pipeline'
         raise ConfigError(
             f"{path}: a pipeline file needs exactly one Pipeline at its top level, found: {listed}",
-            hint=hint,
+            hint='write shop = Pipeline("shop"), and use one file for each pipeline',
         )
     return distinct[0]
 

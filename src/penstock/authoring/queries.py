@@ -51,17 +51,16 @@ class Query:
         except ExpressionError:  # not possible in XPath 1.0 (`:dir()`, …): use the browser's rules
             return node.select(self.css)
 
-    def select_one(self, node: Node) -> Element | None:
-        if type(node) is Document:
-            return node.select_one(self.css)
-        return next(iter(self.select(node)), None)
-
     def of(self, match: Element) -> str | None:
         """Return the text of the first match, or None if other matches must be checked."""
         return match.html
 
     def first(self, node: Node) -> str | None:
-        found = node.select_one(self.css) if type(node) is Document else self.select_one(node)
+        found = (
+            node.select_one(self.css)
+            if type(node) is Document
+            else next(iter(self.select(node)), None)
+        )
         if found is None:
             return None
         value = self.of(found)

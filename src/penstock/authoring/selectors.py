@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from re import Pattern
-from typing import Any, NoReturn, Protocol, overload
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import msgspec
 import turbohtml.detect as charsets  # importing it registers the whatwg-* codecs
@@ -18,6 +18,9 @@ from penstock.authoring import queries
 from penstock.authoring.prefix import SMALLEST, Beginning, beginning
 from penstock.authoring.queries import Found, Path, Query, string
 from penstock.rules.identity import BadUrl, canonical_url, join
+
+if TYPE_CHECKING:
+    from penstock.authoring.page import Page
 
 # -- the API of users ------------------------------------------------------------------------------
 
@@ -344,18 +347,7 @@ def base_url(document: Selector, url: str) -> str:
 _URL = re.compile(r"\s*(?:https?:|/)", re.IGNORECASE)
 
 
-class LinkingPage(Protocol):
-    """The parts of a page that `links_of` uses."""
-
-    followed: set[str]
-
-    @property
-    def base_url(self) -> str: ...
-
-    def css(self, query: str) -> SelectorList: ...
-
-
-def links_of(page: LinkingPage, links: str | Iterable[Any]) -> Iterator[str]:
+def links_of(page: Page, links: str | Iterable[Any]) -> Iterator[str]:
     """Yield absolute canonical http(s) URLs, each once, in order.
 
     `links` is a CSS selector, a URL, several URLs, or a result of `page.css`. References into the

@@ -216,10 +216,9 @@ def _pipeline(data: dict[str, Any]) -> Pipeline:
                     hint="write the name of one of the fields, or a list of them",
                 )
         _declare(pipeline, path, table, compiled, tuple(follow))
-    for i, table in enumerate(_tables(data, "sink")):
-        _declare_from_table(pipeline.sink, table, f"sink[{i}]")
-    for i, table in enumerate(_tables(data, "source")):
-        _declare_from_table(pipeline.source, table, f"source[{i}]")
+    for name, declare in (("sink", pipeline.sink), ("source", pipeline.source)):
+        for i, table in enumerate(_tables(data, name)):
+            _declare_from_table(declare, table, f"{name}[{i}]")
     return pipeline
 
 
@@ -340,9 +339,8 @@ def _regex(pattern: Any, path: str) -> re.Pattern[str] | None:
 
 def _declare_from_table(declare: Callable[..., None], table: dict[str, Any], path: str) -> None:
     if "url" not in table:
-        closest = _suggest("url", table)
         raise ConfigError(
-            f"{path}: url is missing{closest}",
+            f"{path}: url is missing{_suggest('url', table)}",
             hint='write url = "jsonl:products.jsonl"'
             if path.startswith("sink")
             else "write url = and the URL of the source",

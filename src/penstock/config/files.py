@@ -299,14 +299,12 @@ def _toml(option: Option, *, with_section: bool = False) -> str:
     return f"[{section}] {key} = {value}" if with_section else f"{key} = {value}"
 
 
-def _suggest(
-    name: str, known: list[str], otherwise: str = "`penstock config show` lists every option"
-) -> str:
+def _suggest(name: str, known: list[str]) -> str:
     last = re.split(r"[._]", name)[-1]
-    elsewhere = [path for path in known if path.rpartition(".")[2] == last]
-    if elsewhere:  # the right key in the wrong section
-        otherwise = f"did you mean {elsewhere[0]}?"
-    return suggest(name, known, otherwise, cutoff=0.75)
+    # The right key in the wrong section.
+    elsewhere = [f"did you mean {path}?" for path in known if path.rpartition(".")[2] == last]
+    otherwise = [*elsewhere, "`penstock config show` lists every option"]
+    return suggest(name, known, otherwise[0], cutoff=0.75)
 
 
 def _written(option: Option, value: Any) -> str:
@@ -343,29 +341,15 @@ def _derive_stores(values: dict[str, Any], state: Path) -> None:
 
     With a server as broker, a store is never silently a file of this machine.
     """
-    embedded = not values.get("broker.url")
     broker = values.setdefault("broker.url", f"sqlite:{state / 'penstock.db'}")
     for topic in ("topics.requests", "topics.pages", "topics.records"):
         values.setdefault(topic, broker)
-    local = embedded and all(
-        values[topic] == broker for topic in ("topics.requests", "topics.pages", "topics.records")
-    )
-    if local or _kind(broker) == "sqlite":
-        values.setdefault(
-            "ledger.url", broker if _kind(broker) == "sqlite" else f"sqlite:{state / 'penstock.db'}"
-        )
-        values.setdefault(
-            "claims.url",
-            values["ledger.url"]
-            if _kind(values["ledger.url"]) in ("sqlite", "postgres")
-            else broker,
-        )
-        values.setdefault(
-            "pages.url",
-            values["ledger.url"]
-            if _kind(values["ledger.url"]) == "postgres"
-            else f"file:{state / 'pages'}",
-        )
+    if _kind(broker) == "sqlite":
+        ledger = values.setdefault("ledger.url", broker)
+        in_sql = _kind(ledger) in ("sqlite", "postgres")
+        values.setdefault("claims.url", ledger if in_sql else broker)
+        in_postgres = _kind(ledger) == "postgres"
+        values.setdefault("pages.url", ledger if in_postgres else f"file:{state / 'pages'}")
         return
     servers = [url for url in (values.get("ledger.url"), broker) if url]
     for path, kinds in (
@@ -373,12 +357,10 @@ def _derive_stores(values: dict[str, Any], state: Path) -> None:
         ("claims.url", ("redis", "postgres")),
         ("pages.url", ("postgres",)),
     ):
-        found = next((url for kind in kinds for url in servers if _kind(url) == kind), None)
-        if found is not None:
-            values.setdefault(path, found)
-    for path in ("ledger.url", "claims.url", "pages.url"):
-        # The error is raised when the stores are opened. `config show` does not need them.
-        values.setdefault(path, "")
+        # If none fits, the error is raised when the stores are opened. `config show` does not need
+        # them.
+        found = next((url for kind in kinds for url in servers if _kind(url) == kind), "")
+        values.setdefault(path, found)
 
 
 def _kind(url: str) -> str:

@@ -146,14 +146,22 @@ def write_rate(value: float) -> str:
     return _written(value)
 
 
-def _bounded(read: Callable[[object], Any], low: float, high: float) -> Callable[[object], Any]:
+def _checked(
+    read: Callable[[object], Any], test: Callable[[Any], object]
+) -> Callable[[object], Any]:
+    """Return a function that reads a value, and raises ValueError if the test of it is false."""
+
     def checked(value: object) -> Any:
         found = read(value)
-        if not low <= found <= high:
+        if not test(found):
             raise ValueError(value)
         return found
 
     return checked
+
+
+def _bounded(read: Callable[[object], Any], low: float, high: float) -> Callable[[object], Any]:
+    return _checked(read, lambda found: low <= found <= high)
 
 
 def durations(low: float = 0, high: float = 10 * 365 * 86400.0) -> Kind:
@@ -256,23 +264,22 @@ FLAG = Kind(
 )
 
 
-def choices(*words: str) -> Kind:
-    def read(value: object) -> str:
-        if isinstance(value, str) and value.strip() in words:
-            return value.strip()
+def _text(value: object) -> str:
+    if not isinstance(value, str):
         raise ValueError(value)
+    return value
 
+
+def choices(*words: str) -> Kind:
     return Kind(
-        name=" or ".join(words), expected=" or ".join(f'"{word}"' for word in words), read=read
+        name=" or ".join(words),
+        expected=" or ".join(f'"{word}"' for word in words),
+        read=_checked(lambda value: _text(value).strip(), words.__contains__),
     )
 
 
 def texts(pattern: str, expected: str) -> Kind:
-    def read(value: object) -> str:
-        if isinstance(value, str) and re.fullmatch(pattern, value):
-            return value
-        raise ValueError(value)
-
+    read = _checked(_text, re.compile(pattern).fullmatch)
     return Kind(name="text", expected=expected, read=read)
 
 
@@ -284,30 +291,12 @@ def _items(value: object) -> list[object]:
     raise ValueError(value)
 
 
+_word = texts(r"\*|[^\s,*]{1,200}", "").read
+_parameter = texts(r"(?=-?[!-~]{1,100}\Z)-?[^*&=#,\s-][^*&=#,\s]*\*?", "").read
+
+
 def words(value: object) -> tuple[str, ...]:
-    found = tuple(_items(value))
-    if not all(
-        isinstance(item, str) and re.fullmatch(r"\*|[^\s,*]{1,200}", item) for item in found
-    ):
-        raise ValueError(value)
-    return tuple(map(str, found))
-
-
-def _positive(value: object) -> float:
-    found = _real(value)
-    if not 0 < found <= 1e6:
-        raise ValueError(value)
-    return found
-
-
-def _parameter(value: object) -> str:
-    if (
-        not isinstance(value, str)
-        or not re.fullmatch(r"-?[!-~]{1,100}", value)
-        or not re.fullmatch(r"-?[^*&=#,\s-][^*&=#,\s]*\*?", value)
-    ):
-        raise ValueError(value)
-    return value
+    return tuple(_word(item) for item in _items(value))
 
 
 def _target(value: object) -> str:
@@ -414,7 +403,7 @@ NAMES = Kind(
 WEIGHT = Kind(
     name="number",
     expected="a number above 0",
-    read=_positive,
+    read=_checked(_real, lambda found: 0 < found <= 1e6),
     write=lambda value: f"{value:g}",
     quoted=False,
 )

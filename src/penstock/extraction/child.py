@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from penstock.extraction import protocol as wire
-from penstock.extraction.protocol import Command, ResultFlag
+from penstock.extraction.protocol import ResultFlag
 from penstock.model import Reason
 from penstock.rules.reasons import sentence
 
@@ -109,7 +109,7 @@ class ChildProcess:
             os.ftruncate(bodies, wire.SHARED_BYTES)
             self._memory = mmap.mmap(bodies, wire.SHARED_BYTES)
             zygote.send_command(
-                Command.FORK, progress_index, number, [requests, answers, self._crash, bodies]
+                wire.Command.FORK, progress_index, number, [requests, answers, self._crash, bodies]
             )
         except BaseException:
             self._close()
@@ -187,8 +187,9 @@ class ChildProcess:
             return False
         if not data:
             self._stop_reading()
-            # The child has usually exited, and the zygote reports that within milliseconds.
-            self._loop.call_later(_REAP_TIMEOUT, self._kill_if_still_running)
+            # The child has usually exited, and the zygote reports that within milliseconds. After
+            # that, `kill` has no effect.
+            self._loop.call_later(_REAP_TIMEOUT, self.kill, Reason.DESCRIPTORS)
             return False
         if self._buffer:
             self._buffer += data
@@ -197,28 +198,21 @@ class ChildProcess:
             self._buffer += rest
         return True
 
-    def _kill_if_still_running(self) -> None:
-        if self._fds:
-            self.kill(Reason.DESCRIPTORS)
-
     def _parse(self, data: bytes | bytearray) -> bytes:
         """Handle all complete messages. Return the bytes of an incomplete one."""
         at, view = 0, memoryview(data)
         while self._killed_for is None and len(data) - at >= wire.ANSWER.size:
             size, token, first, count, flag = wire.ANSWER.unpack_from(data, at)
-            expected = (
-                self._future is not None
-                and not self._future.done()
-                and token == self._token
-                and first == len(self._results)
-            )
             if (
-                not expected
+                self._future is None
+                or self._future.done()
+                or token != self._token
+                or first != len(self._results)
                 or first + count > self._count
                 or size > self._limits.output + wire.ENVELOPE + wire.FLUSH_BYTES + 4096
                 or flag > max(ResultFlag)
             ):
-                self._reject_output()
+                self.kill(Reason.PIPE)
                 return b""
             end = at + wire.ANSWER.size + size
             if end > len(data):
@@ -228,7 +222,7 @@ class ChildProcess:
             except (msgspec.MsgspecError, ValueError):
                 results = []
             if len(results) != count:
-                self._reject_output()
+                self.kill(Reason.PIPE)
                 return b""
             self._results += results
             self._handle_flag(ResultFlag(flag))
@@ -236,16 +230,13 @@ class ChildProcess:
         # If the child is being killed, its further output is ignored.
         return bytes(view[at:]) if self._killed_for is None else b""
 
-    def _reject_output(self) -> None:
-        self.kill(Reason.PIPE)
-
     def _handle_flag(self, flag: ResultFlag) -> None:
         if flag is ResultFlag.DONE or flag is ResultFlag.RETIRE:
             if flag is ResultFlag.RETIRE:
                 self.usable = False
                 self._loop.call_later(1.0, self.zygote.signal, self.number, signal.SIGKILL)
             if len(self._results) != self._count:
-                self._reject_output()
+                self.kill(Reason.PIPE)
             elif self._future is not None and not self._future.done():
                 self._future.set_result(Reply(self._results))
         elif flag is ResultFlag.MEMORY:
@@ -289,10 +280,9 @@ class ChildProcess:
             self.kill(Reason.TIME_LIMIT, self._limits.seconds, want_traceback=True)
 
     def _progress(self) -> tuple[int, float]:
-        page_index, since = wire.PROGRESS.unpack_from(
+        return wire.PROGRESS.unpack_from(
             self.zygote.progress, self.progress_index * wire.PROGRESS_BYTES
         )
-        return page_index, since
 
     def kill(self, reason: Reason, *facts: object, want_traceback: bool = False) -> None:
         self._note_end(reason, *facts)
@@ -322,7 +312,6 @@ class ChildProcess:
 
     def on_exit(self, exit_code: int) -> None:
         """Read the results that are still in the pipe, and finish the request."""
-        self.usable = False
         budget = 2 * (self._limits.output + _PIPE_BYTES)
         while self._reading and budget > 0 and self._readable():
             budget -= _READ_BYTES

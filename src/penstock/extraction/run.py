@@ -120,20 +120,19 @@ class _EmptyKey(Exception):
 def _yields(extractor: Extractor, page: Page) -> Iterator[Any]:
     result = extractor.fn(page)
     is_iterator = isinstance(result, Iterator)
-    if not is_iterator:
-        if result is None:
-            return
-        if isinstance(result, (list, tuple, set, str, bytes)):
+    if is_iterator:
+        returned = yield from result
+        if returned is not None:
             raise _InvalidRecord(
-                f"returned a {type(result).__name__}; yield its records one by one (`yield from …`)"
+                f"returned a {type(returned).__name__} after yielding, which would be lost; "
+                "yield it"
             )
-        yield result
-        return
-    returned = yield from result
-    if returned is not None:
+    elif isinstance(result, (list, tuple, set, str, bytes)):
         raise _InvalidRecord(
-            f"returned a {type(returned).__name__} after yielding, which would be lost; yield it"
+            f"returned a {type(result).__name__}; yield its records one by one (`yield from …`)"
         )
+    elif result is not None:
+        yield result
 
 
 def _link(follow: Follow, extractor: Extractor, page: Page) -> Link:

@@ -92,16 +92,15 @@ class Sandbox:
                 continue
             finished = len(reply.results)
             results.update(zip(todo, reply.results, strict=False))
-            child_exit, rest = reply.exit, todo[finished:]
-            todo = []
+            child_exit, todo = reply.exit, todo[finished:]  # no page is left without an exit
             if child_exit is None:
                 break
             if child_exit.internal:
-                results.update({i: _internal_error(child_exit) for i in rest})
+                results.update({i: _internal_error(child_exit) for i in todo})
+                todo.clear()
                 break
             if child_exit.page_index is not None and child_exit.page_index >= finished:
-                suspects.append(rest.pop(child_exit.page_index - finished))
-            todo = rest
+                suspects.append(todo.pop(child_exit.page_index - finished))
             if fresh:
                 break
             fresh = True
@@ -122,19 +121,18 @@ class Sandbox:
             )
             finished, child_exit = len(reply.results), reply.exit
             lines.update(zip(todo, reply.results, strict=False))
-            rest = todo[finished:]
+            todo = todo[finished:]
             if child_exit is None:
                 break
             if child_exit.internal:
-                lines.update(dict.fromkeys(rest, child_exit.reason))
+                lines.update(dict.fromkeys(todo, child_exit.reason))
                 break
             # A hook has effects outside, so the change in progress is not repeated. The changes
             # after it have not started.
             if child_exit.page_index == finished or (stalled and not finished):
                 was = "was " if child_exit.code is Reason.KILLED else ""
-                lines[rest.pop(0)] = f"its hook's process {was}{child_exit.reason}"
+                lines[todo.pop(0)] = f"its hook's process {was}{child_exit.reason}"
             stalled = not finished
-            todo = rest
         return [lines[i] for i in range(len(changes))]
 
     # -- children
@@ -243,8 +241,8 @@ class Sandbox:
 
 
 def _no_child(e: Exception) -> Reply:
-    exit = ChildExit(Reason.NO_CHILD, sentence(Reason.NO_CHILD, detail=e), internal=True)
-    return Reply([], exit)
+    reason = sentence(Reason.NO_CHILD, detail=e)
+    return Reply([], ChildExit(Reason.NO_CHILD, reason, internal=True))
 
 
 def _internal_error(child_exit: ChildExit) -> Extracted:

@@ -24,7 +24,6 @@ import penstock
 from penstock.errors import ConfigError
 from penstock.extraction import protocol as wire
 from penstock.extraction.child import ZYGOTE_TIMEOUT, ChildProcess, Limits, memory_file, signal_name
-from penstock.extraction.protocol import Command
 from penstock.model import Reason
 from penstock.rules.reasons import sentence
 
@@ -147,14 +146,14 @@ class ZygoteProcess:
         return child
 
     def send_command(
-        self, command: Command, argument: int, child: int, fds: Sequence[int] = ()
+        self, command: wire.Command, argument: int, child: int, fds: Sequence[int] = ()
     ) -> None:
         socket.send_fds(self._control, [wire.COMMAND.pack(command, argument, child)], list(fds))
 
     def signal(self, child: int, number: int) -> None:
         if self.alive and child in self._children:
             try:
-                self.send_command(Command.SIGNAL, number, child)
+                self.send_command(wire.Command.SIGNAL, number, child)
             except OSError:  # the socket is full, because the zygote no longer reads
                 self._shut_down(Reason.ZYGOTE, "does not answer")
 

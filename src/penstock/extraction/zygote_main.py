@@ -31,7 +31,6 @@ from penstock.errors import PenstockError
 from penstock.extraction import protocol as wire
 from penstock.extraction.child_main import Child, ZygoteSettings, flush_output, move_descriptor
 from penstock.extraction.in_process import failed, printable
-from penstock.extraction.protocol import Command
 from penstock.model import ErrorClass
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -58,13 +57,15 @@ def die_with(parent: int, signal_number: int = signal.SIGKILL) -> None:
         os._exit(0)
 
 
-def keep_freed_memory() -> None:
-    """Set glibc to keep freed memory. Otherwise each parsed page returns its memory to the system,
-    and the next page faults it in again.
+def keep_freed_memory(trim_threshold: int = 1 << 30) -> None:
+    """Set glibc to keep up to `trim_threshold` bytes of freed memory.
+
+    Otherwise each parsed page, and each large body, returns its memory to the system, and the next
+    one faults it in again. In a worker, keeping it saves a fifth of the time of a page.
     """
     for option, value in (
         (_M_MMAP_THRESHOLD, 1 << 30),
-        (_M_TRIM_THRESHOLD, 1 << 30),
+        (_M_TRIM_THRESHOLD, trim_threshold),
         (_M_TOP_PAD, 16 << 20),
     ):
         _libc("mallopt", option, value)
@@ -164,7 +165,7 @@ class Zygote:
         if not raw:
             self.end()
         command, argument, child = wire.COMMAND.unpack(raw)
-        if command == Command.FORK:
+        if command == wire.Command.FORK:
             self._fork(child, argument, fds)
         elif child in self._pids:
             self._signal(self._pids[child], argument)

@@ -148,8 +148,7 @@ class Proxies:
             if failure.status is not None:  # the proxy delivered a response
                 await self._health.worked(member.id, host, member.label)
             return
-        every_host = scope == rules.ANY_HOST
-        if pool.cooldown or every_host:
+        if pool.cooldown or scope == rules.ANY_HOST:
             await self._health.failed(
                 member.id,
                 scope or host,

@@ -185,15 +185,15 @@ class FetchStage:
         """
         if not 200 <= response.status < 300 or self._pace.blocked_until(event.key):
             return False
-        verdict = judge(
+        failure = judge(
             response.status,
             response.headers,
             response.body,
             now=0.0,
             soft_404=self._options.soft_404,
         )
-        if verdict is not None:
-            raise verdict.failure()
+        if failure is not None:
+            raise failure
         return True
 
     async def fetch(
@@ -310,7 +310,7 @@ class FetchStage:
             self._redirect_to(
                 chain, self._redirect_target(chain.url, location, response.status), response.status
             )
-        verdict = judge(
+        failure = judge(
             response.status,
             response.headers,
             response.body,
@@ -319,8 +319,8 @@ class FetchStage:
             conditional=chain.conditional,
             soft_404=o.soft_404,
         )
-        if verdict is not None:
-            raise verdict.failure()
+        if failure is not None:
+            raise failure
         # Remove an account's cookies, so that they are not written to the page store or the ledger.
         if account_jar is not None and "set-cookie" in response.headers:
             response = msgspec.structs.replace(

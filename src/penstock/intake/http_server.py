@@ -213,20 +213,19 @@ def _protocol(connections: int, timeout: float) -> type[H11Protocol]:
                 self.transport.close()
 
         def _watch(self) -> None:
-            self._deadline = self.loop.call_later(timeout, self._too_slow)
-
-        def _unwatch(self) -> None:
-            if self._deadline is not None:
-                self._deadline.cancel()
-                self._deadline = None
-
-        def _too_slow(self) -> None:
-            self._end(
+            self._deadline = self.loop.call_later(
+                timeout,
+                self._end,
                 408,
                 "Request Timeout",
                 f"no request came within {timeout:g} s",
                 "send it all at once",
             )
+
+        def _unwatch(self) -> None:
+            if self._deadline is not None:
+                self._deadline.cancel()
+                self._deadline = None
 
         def _end(self, status: int, phrase: str, message: str, hint: str, more: str = "") -> None:
             """Write an error response and close the connection.

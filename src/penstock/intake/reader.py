@@ -128,7 +128,9 @@ class Reader:
             await self._rest()
             return min(CHECK_INTERVAL, max(0.0, due - now)) if due > now else CHECK_INTERVAL
         self._settled = False
-        await self._round(cursor)
+        async with aclosing(self.source.read(cursor)) as batches:
+            async for batch in batches:
+                await self._take(batch)
         now = self._clock.now()
         next_at = self.source.due(now)
         if next_at is None and self.source.every is not None:
@@ -158,11 +160,6 @@ class Reader:
         ):
             # The next round was planned with a longer `every`, or while the clock was wrong.
             tx.sources.note(self.source.name, next_at=latest)
-
-    async def _round(self, cursor: bytes | None) -> None:
-        async with aclosing(self.source.read(cursor)) as batches:
-            async for batch in batches:
-                await self._take(batch)
 
     async def _take(self, batch: Batch) -> None:
         self._lag, self._backlog = batch.lag, batch.backlog

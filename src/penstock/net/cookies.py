@@ -5,13 +5,13 @@ Each account has a separate jar. Jars are not persistent.
 
 from __future__ import annotations
 
-import ipaddress
 import math
 import re
 from collections.abc import Mapping
 
 import msgspec
 
+from penstock.net.guard import parse_address
 from penstock.rules.identity import authority, registrable_domain
 from penstock.rules.pace import parse_date
 
@@ -49,16 +49,14 @@ class Jar:
             return ""
         scheme, host, _ = authority(url)
         path = _path(url)
-        fit = []
-        for key, c in list(self._cookies.items()):
-            if c.expires <= now:
-                del self._cookies[key]
-            elif (
-                (host == c.domain if c.host_only else _within(host, c.domain))
-                and _covers(c.path, path)
-                and (not c.secure or scheme == "https")
-            ):
-                fit.append(c)
+        self._cookies = {key: c for key, c in self._cookies.items() if c.expires > now}
+        fit = [
+            c
+            for c in self._cookies.values()
+            if (host == c.domain if c.host_only else _within(host, c.domain))
+            and _covers(c.path, path)
+            and (not c.secure or scheme == "https")
+        ]
         fit.sort(key=lambda c: (-len(c.path), c.n))
         return "; ".join(f"{c.name}={c.value}" if c.name else c.value for c in fit)
 
@@ -118,8 +116,7 @@ def _parse(line: str, url: str, now: float, n: int) -> Cookie | None:
     if secure and scheme != "https":
         return None
     if not path.startswith("/"):
-        directory = _path(url).rpartition("/")[0]
-        path = directory or "/"
+        path = _path(url).rpartition("/")[0] or "/"
     low = name.lower()
     if low.startswith("__secure-") and not secure:
         return None
@@ -138,20 +135,11 @@ def _parse(line: str, url: str, now: float, n: int) -> Cookie | None:
 
 
 def _path(url: str) -> str:
-    rest = url[url.index("/", 8) :]
-    return rest.partition("?")[0]
+    return url[url.index("/", 8) :].partition("?")[0]
 
 
 def _within(host: str, domain: str) -> bool:
-    if host == domain:
-        return True
-    if not host.endswith("." + domain):
-        return False
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return True
-    return False
+    return host == domain or (host.endswith("." + domain) and parse_address(host) is None)
 
 
 def _may_have_shared_cookies(domain: str) -> bool:

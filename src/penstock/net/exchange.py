@@ -11,7 +11,6 @@ import msgspec
 import pycurl
 
 from penstock.model import Failure, Reason
-from penstock.net.body_budget import MIN_COUNTED_BYTES, BodyMemory
 from penstock.net.decoding import (
     BrokenCoding,
     DecodedTooLarge,
@@ -30,6 +29,8 @@ if TYPE_CHECKING:
     from penstock.net.transfer import Engine
 
 _PAUSE: int = pycurl.WRITEFUNC_PAUSE
+# Bytes. Bodies up to this size are not counted: there are many, but their total size is small.
+_MIN_COUNTED_BYTES = 1 << 16
 # Seconds. libcurl itself stops waiting for a connection after 300 s. Longer timeouts must be set.
 _MAX_DEFAULT_CONNECT_TIMEOUT = 290.0
 
@@ -56,6 +57,52 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
     ca_file: str | None = None
     # Proxies resolve names. The guard then does not see the address.
     remote_dns: bool = False
+
+
+class BodyMemory:
+    """Limits the memory of response bodies in progress.
+
+    Above the limit one exchange may continue, so that at least one can finish. The others are
+    paused when they receive data, until an exchange ends.
+    """
+
+    def __init__(self, limit: int, now: Callable[[], float]) -> None:
+        self.limit, self.held_bytes = limit, 0
+        self._now = now
+        self._over_limit: Exchange | None = None
+        self._paused: dict[Exchange, None] = {}
+
+    def may_grow(self, ex: Exchange) -> bool:
+        """Return True if the exchange may continue above the limit, False if it is paused."""
+        if self._over_limit is None:
+            self._over_limit = ex
+            self.count(ex, max(1, ex.counted_bytes))  # a counted exchange calls `remove` at its end
+        if self._over_limit is ex:
+            return True
+        if not ex.paused_at:
+            ex.paused_at = self._now()
+            self._paused[ex] = None
+        return False
+
+    def count(self, ex: Exchange, size: int) -> None:
+        self.held_bytes += size - ex.counted_bytes
+        ex.counted_bytes = size
+
+    def remove(self, ex: Exchange) -> None:
+        """Remove an ended exchange, and resume paused ones if possible.
+
+        Only needed for an exchange that is counted or paused.
+        """
+        self.held_bytes -= ex.counted_bytes
+        ex.counted_bytes, ex.paused_at = 0, 0.0
+        self._paused.pop(ex, None)
+        if self._over_limit is ex:
+            self._over_limit = None
+        if self._paused and (self._over_limit is None or self.held_bytes <= self.limit):
+            paused, self._paused, now = self._paused, {}, self._now()
+            for other in paused:
+                waited, other.paused_at = now - other.paused_at, 0.0
+                other.resume(waited)
 
 
 class SetUp(msgspec.Struct, frozen=True):
@@ -145,7 +192,9 @@ class Exchange:
         self.failure: Failure | None = None
         self.engine: Engine | None = None
         self.target: Target | None = None  # allowed destination: the host or the proxy
-        self.counted_bytes, self.paused_at = 0, 0.0  # set by BodyMemory
+        # Set by BodyMemory: bytes of the body that are counted, and when this exchange was paused
+        # (0 if it is not paused).
+        self.counted_bytes, self.paused_at = 0, 0.0
         self._setup()
         self.clear()
 
@@ -283,7 +332,7 @@ class Exchange:
             self.size += len(chunk)
             if self.decoder is not None:
                 self.decoder.feed(chunk)
-                if (size := self.decoder.size) > MIN_COUNTED_BYTES:
+                if (size := self.decoder.size) > _MIN_COUNTED_BYTES:
                     bodies.count(self, size)
                 return None
             if self.size <= self.set_up.options.max_decoded_bytes:
@@ -291,7 +340,7 @@ class Exchange:
                     add(self.parts, chunk)
                 else:
                     self.parts.append(chunk)
-                if self.size > MIN_COUNTED_BYTES:
+                if self.size > _MIN_COUNTED_BYTES:
                     bodies.count(self, self.size)
                 return None
             self.failure = breach(Reason.BODY, f"{self.set_up.options.max_decoded_bytes} bytes")
@@ -315,10 +364,9 @@ class Exchange:
         if (large := self.oversized()) is not None:
             raise large
         self.status, self.version, self.headers = parse_head(self.lines)
-        if encoding := self.headers.get("content-encoding"):
-            names = codings(encoding)
-            if names:
-                self.decoder = Decoder(names, self.set_up.options.max_decoded_bytes)
+        encoding = self.headers.get("content-encoding")
+        if encoding and (names := codings(encoding)):
+            self.decoder = Decoder(names, self.set_up.options.max_decoded_bytes)
         return self.headers
 
     def overdue(self, now: float) -> Failure | None:
@@ -361,8 +409,7 @@ class Exchange:
         return breach(Reason.HEADERS, f"{limit} bytes") if self.head_size() > limit else None
 
     def take_body(self) -> bytes:
-        if self.decoder is not None:
-            if not self.size:
-                return b""  # HEAD or 304: the header describes a body that is not sent
-            return self.decoder.finish()
-        return joined(self.parts)
+        if self.decoder is None:
+            return joined(self.parts)
+        # HEAD or 304: the header describes a body that is not sent.
+        return self.decoder.finish() if self.size else b""

@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TypeAlias
 
 from penstock.errors import ConfigError
@@ -91,7 +91,7 @@ def is_public(address: str | Address) -> bool:
     refused, even if that address is public. No server needs them, and each decoder could have
     errors. Addresses with a zone id are refused too.
     """
-    parsed: object = _address(address) if isinstance(address, str) else address
+    parsed: object = parse_address(address) if isinstance(address, str) else address
     if isinstance(parsed, ipaddress.IPv4Address):
         n = int(parsed)
         # The table starts at 0.0.0.0, so there is always an entry before `n`.
@@ -106,7 +106,8 @@ def is_public(address: str | Address) -> bool:
 
 
 @lru_cache(maxsize=8192)
-def _address(text: str) -> Address | None:
+def parse_address(text: str) -> Address | None:
+    """Return the address, or None for other text."""
     try:
         return ipaddress.ip_address(text)
     except ValueError:
@@ -217,7 +218,7 @@ def _entry(text: str) -> Allow:
         raise ConfigError(
             f"allow-list entry {text!r} is neither an address nor a name: {e.reason}", hint=_HINT
         ) from None
-    if (address := _address(host)) is not None:
+    if (address := parse_address(host)) is not None:
         return Allow(port, network=ipaddress.ip_network(address))
     if not _name(host):
         raise ConfigError(f"allow-list entry {text!r} is neither an address nor a name", hint=_HINT)
@@ -260,29 +261,6 @@ class _CachedLookup:
     failure: tuple[ErrorClass, str, str] | None = None
 
 
-class _SystemResolver:
-    """The system's resolver in separate threads.
-
-    A resolver that hangs must not block the few default threads of the event loop.
-    """
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(32, thread_name_prefix="resolve")
-
-    async def __call__(self, host: str, port: int) -> Sequence[str]:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._query, host, port)
-
-    @staticmethod
-    def _query(host: str, port: int) -> list[str]:
-        return [
-            str(sockaddr[0])
-            for *_, sockaddr in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        ]
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-
 class NotResolved(Failure):
     """The resolver failed, or the name does not exist. No request was sent."""
 
@@ -310,8 +288,10 @@ class Guard:
         own: Callable[[str], bool] = is_own,
     ) -> None:
         self._allow, self._ports = tuple(allow), frozenset(ports)
-        self._system = _SystemResolver()  # starts a thread only when it is used
-        self._resolver: Resolver = resolver or self._system
+        # Separate threads for the system's resolver, started on first use. A resolver that hangs
+        # must not block the few default threads of the event loop.
+        self._threads = ThreadPoolExecutor(32, thread_name_prefix="resolve")
+        self._resolver: Resolver = resolver or self._ask_system
         self._ttl, self._failure_ttl, self._timeout = ttl, failure_ttl, timeout
         self._max_answers, self._max_names = max_answers, max_names
         self._clock, self._own = clock, own
@@ -359,12 +339,12 @@ class Guard:
     def close(self) -> None:
         for task in self._running_lookups.values():
             task.cancel()
-        self._system.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     # -- implementation
 
     def _check_host(self, scheme: str, host: str, port: int, *, any_port: bool) -> Target:
-        if _address(host) is not None:
+        if parse_address(host) is not None:
             if (reason := self._refusal(host, host, port, any_port=any_port)) is not None:
                 raise _forbidden(reason, f"{host}:{port}")
             return Target(scheme, host, port, (host,))
@@ -382,7 +362,7 @@ class Guard:
         return Target(scheme, host, port)
 
     def _refusal(self, host: str, ip: str, port: int, *, any_port: bool) -> str | None:
-        address = _address(ip)
+        address = parse_address(ip)
         name = host.removesuffix(".")
         if any(a.admits(name, address, port) for a in self._allow):
             return None
@@ -450,6 +430,11 @@ class Guard:
             if (reason := self._refusal(host, ip, port, any_port=any_port)) is not None:
                 return self._refused(reason, f"{host}:{port} resolves to {ip}")
         return _CachedLookup(self._clock() + self._ttl, tuple(found))
+
+    async def _ask_system(self, host: str, port: int) -> list[str]:
+        query = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        found = await asyncio.get_running_loop().run_in_executor(self._threads, query)
+        return [str(sockaddr[0]) for *_, sockaddr in found]
 
     def _failed(self, reason: str, detail: str) -> _CachedLookup:
         return _CachedLookup(

@@ -19,9 +19,8 @@ import msgspec
 import pycurl
 
 from penstock.model import ErrorClass, Failure, Reason
-from penstock.net.body_budget import BodyMemory
 from penstock.net.decoding import ACCEPT_ENCODING, BrokenCoding, TooManyCodings
-from penstock.net.exchange import Exchange, HttpOptions, SetUp, ignore_result
+from penstock.net.exchange import BodyMemory, Exchange, HttpOptions, SetUp, ignore_result
 from penstock.net.guard import Guard, Target
 from penstock.net.transfer import Engine
 from penstock.ports import Done, Response
@@ -105,17 +104,14 @@ class _ProxyHop(msgspec.Struct, frozen=True):
 
 def _ca_file(options: HttpOptions) -> str:
     """Return the file of certificate authorities. libcurl's wheel does not know its path."""
-    paths = ssl.get_default_verify_paths()
-    for path in (
+    known = (
         options.ca_file,
-        paths.cafile,
+        ssl.get_default_verify_paths().cafile,
         "/etc/ssl/certs/ca-certificates.crt",
         "/etc/pki/tls/certs/ca-bundle.crt",
         "/etc/ssl/cert.pem",
-    ):
-        if path and Path(path).is_file():
-            return path
-    return certifi.where()
+    )
+    return next((path for path in known if path and Path(path).is_file()), certifi.where())
 
 
 class CurlFetcher:
@@ -380,10 +376,10 @@ def _configure(
     if given:
         ex.plain_headers = False
         lines = [line for line in set_up.headers if line.partition(":")[0].lower() not in given]
-        for name, sent in given.values():
-            lines.append(
-                f"{name}:" if sent is None else f"{name}: {sent}" if sent.strip() else f"{name};"
-            )
+        lines += [
+            f"{name}:" if sent is None else f"{name}: {sent}" if sent.strip() else f"{name};"
+            for name, sent in given.values()
+        ]
         try:
             opt(pycurl.HTTPHEADER, [line.encode() for line in lines])
         except UnicodeEncodeError:
@@ -416,8 +412,7 @@ def _set_result(
 
 
 def _refused_by_libcurl(e: pycurl.error) -> Failure:
-    code, message = e.args if len(e.args) == 2 else (0, str(e))
-    return transport(code, message).failure(detail=message)
+    return transport(*(e.args if len(e.args) == 2 else (0, str(e))))
 
 
 def _response(ex: Exchange, url: str) -> Response:
@@ -490,4 +485,4 @@ def _failure(ex: Exchange, error: tuple[int, str] | None, proxied: bool) -> Fail
                 detail=ex.failure.detail,
             )
         return ex.failure
-    return transport(code, message).failure(detail=message)
+    return transport(code, message)

@@ -175,8 +175,7 @@ def registrable_domain(host: str) -> str:
 
     An address, a single label or a public suffix is returned unchanged.
     """
-    host = host.strip("[]").lower()
-    host = host[:-1] if host.endswith(".") else host
+    host = host.strip("[]").lower().removesuffix(".")
     if ":" in host or host.rpartition(".")[2].isdigit():
         return host
     try:

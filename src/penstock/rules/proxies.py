@@ -330,16 +330,16 @@ def failure_scope(failure: Failure) -> str | None:
 
     Return `*` for all hosts, "" for the event's host, None if the proxy worked.
     """
-    if isinstance(failure, ProxyFailed) and failure.own:
+    # 407 is a response of the proxy, not of the target.
+    if (isinstance(failure, ProxyFailed) and failure.own) or failure.status == 407:
         return ANY_HOST
-    if failure.status == 407:  # a response of the proxy, not of the target
-        return ANY_HOST
-    if failure.kind is ErrorClass.THROTTLED:
-        return "" if failure.status == 429 else None
-    if failure.kind is ErrorClass.TRANSIENT:
+    at_host = (
+        failure.kind is ErrorClass.BLOCKED
+        or (failure.kind is ErrorClass.THROTTLED and failure.status == 429)
         # With a status there was a response through the proxy: a 5xx is the target's failure.
-        return "" if failure.status is None else None
-    return "" if failure.kind is ErrorClass.BLOCKED else None
+        or (failure.kind is ErrorClass.TRANSIENT and failure.status is None)
+    )
+    return "" if at_host else None
 
 
 def failed(

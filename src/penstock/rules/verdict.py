@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import msgspec
-
 from penstock.model import ErrorClass, Failure, Reason
 from penstock.rules.pace import parse_retry_after
 from penstock.rules.reasons import LIBCURL, sentence
@@ -20,24 +18,6 @@ _T, _X, _B, _P, _O = (
     ErrorClass.PERMANENT,
     ErrorClass.OURS,
 )
-
-
-class Verdict(msgspec.Struct, frozen=True):
-    kind: ErrorClass
-    reason: str
-    code: Reason
-    after: float | None = None  # seconds to wait, by the server's Retry-After
-    status: int | None = None
-
-    def failure(self, detail: str = "") -> Failure:
-        return Failure(
-            self.kind,
-            self.reason,
-            code=self.code,
-            after=self.after,
-            status=self.status,
-            detail=detail,
-        )
 
 
 # -- responses -------------------------------------------------------------------------------------
@@ -115,8 +95,8 @@ def judge(
     method: str = "GET",
     conditional: bool = True,
     soft_404: bool = False,
-) -> Verdict | None:
-    """Return the verdict on a failed response, or None if the response is good.
+) -> Failure | None:
+    """Return the failure of a response, or None if the response is good.
 
     `headers` are in lower case. `now` is for a Retry-After with a date. `conditional` is True if
     the request allowed a 304.
@@ -152,8 +132,8 @@ def judge(
 
 def _response(
     kind: ErrorClass, code: Reason, status: int, *facts: object, after: float | None = None
-) -> Verdict:
-    return Verdict(kind, sentence(code, status, *facts), code, after, status)
+) -> Failure:
+    return Failure(kind, sentence(code, status, *facts), code=code, after=after, status=status)
 
 
 # -- libcurl errors --------------------------------------------------------------------------------
@@ -177,15 +157,13 @@ _DISAGREES = (
 )
 
 
-def transport(code: int, message: str = "") -> Verdict:
-    """Return the verdict on a CURLcode and libcurl's message."""
+def transport(code: int, message: str = "") -> Failure:
+    """Return the failure of a transfer with this CURLcode and libcurl's message."""
     kind = CURL.get(code, _X)
     if code == 35 and any(mark in message.lower() for mark in _DISAGREES):
         kind = _P
-    if code not in LIBCURL:
-        return Verdict(kind, sentence(Reason.TRANSFER, code), Reason.TRANSFER)
-    reason, text = LIBCURL[code]
-    return Verdict(kind, text, reason)
+    reason, text = LIBCURL.get(code) or (Reason.TRANSFER, sentence(Reason.TRANSFER, code))
+    return Failure(kind, text, code=reason, detail=message)
 
 
 # -- exceeded limits -------------------------------------------------------------------------------

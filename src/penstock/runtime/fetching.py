@@ -13,7 +13,6 @@ from penstock.net.guard import Guard, parse_allow
 from penstock.net.http import CurlFetcher
 from penstock.net.transfer import HttpOptions
 from penstock.ports import Fetcher
-from penstock.rules.proxies import Member
 from penstock.rules.robots import product_token
 from penstock.runtime.assembly import HostAccess
 from penstock.runtime.stores import Politeness
@@ -96,6 +95,4 @@ def open_stage(
     return FetchStage(fetcher, pace, pace, store.clock, options, proxies), proxies
 
 
-async def listed_proxies(fetcher: Fetcher, url: str) -> tuple[Member, ...]:
-    """Fetch a provider's list of proxies. Raises Failure."""
-    return await fetch_list(fetcher, url)
+listed_proxies = fetch_list  # for commands, which may not import the room `fetching`

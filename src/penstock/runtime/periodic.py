@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
 from functools import partial
@@ -31,10 +32,8 @@ class PeriodicWork:
         The view of blocked hosts is read ten times a second. Ended workers, due delays and sink
         backlogs are checked every second. Retention runs every minute.
         """
-        beats = 0
-        while True:
+        for beats in itertools.count(1):
             await self._clock.sleep(0.1)
-            beats += 1
             try:
                 await self._stores.claims.refresh()
                 if beats % 10 == 0:
@@ -66,10 +65,8 @@ class PeriodicWork:
         This is a separate task from `maintain`. If the broker does not answer, this worker's
         heartbeat must continue.
         """
-        beats = 0
-        while True:
+        for beats in itertools.count(1):
             await self._clock.sleep(0.1)
-            beats += 1
             try:
                 await chores.publish_due()
                 if beats % max(10, int(self._config.lease * 10)) == 0 and (

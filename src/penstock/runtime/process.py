@@ -10,6 +10,7 @@ import contextlib
 import logging
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -159,9 +160,10 @@ class WorkerProcess:
             await self._work(stop, until_idle, background)
             for f in self.flushers:
                 if not await f.drain(self.config.grace):
-                    self._notice(
-                        f"sink {f.sink.name}: {f.down or 'rows are still waiting'}. "
-                        "They stay in the outbox for the next run"
+                    log.warning(
+                        "sink %s: %s. They stay in the outbox for the next run",
+                        f.sink.name,
+                        f.down or "rows are still waiting",
                     )
             failed = (
                 await self._dead() > dead_before
@@ -312,8 +314,9 @@ class WorkerProcess:
                 self.stores.table_sinks[sink.name] = sink.write_in
             if "sink" in self.roles and (not in_ledger or self._has_backlog(sink.name)):
                 lock = self.stores.db.lock(sink_lock(self.config, sink.name))
+                notice = partial(log.warning, "%s")
                 self.flushers.append(
-                    Flusher(sink, self.stores.uow, lock, self.clock, on_notice=self._notice)
+                    Flusher(sink, self.stores.uow, lock, self.clock, on_notice=notice)
                 )
         return bindings
 
@@ -466,9 +469,6 @@ class WorkerProcess:
             if self._periodic.backlog > self.config.sink.max_backlog
             else None
         )
-
-    def _notice(self, text: str) -> None:
-        log.warning("%s", text)
 
 
 def open_sandbox(file: Path) -> Sandbox:

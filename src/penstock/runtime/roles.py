@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 from penstock.authoring.pipeline import Pipeline, SourceSpec
 from penstock.engine.worker import Stage
@@ -20,14 +21,8 @@ def chains(roles: frozenset[str]) -> list[tuple[Stage, Stage]]:
     without a gap. The topics of later stages are also read, because processes with fewer roles may
     have left work there.
     """
-    found: list[tuple[Stage, Stage]] = []
-    for i, first in enumerate(STAGES):
-        if first in roles:
-            last = i
-            while last + 1 < len(STAGES) and STAGES[last + 1] in roles:
-                last += 1
-            found.append((first, STAGES[last]))
-    return found
+    following = {first: takewhile(roles.__contains__, STAGES[i:]) for i, first in enumerate(STAGES)}
+    return [(first, [*stages][-1]) for first, stages in following.items() if first in roles]
 
 
 def check_roles(

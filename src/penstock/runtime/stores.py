@@ -37,6 +37,7 @@ from penstock.stores import sqlite_checks
 from penstock.stores.context import Context
 
 T = TypeVar("T")
+sqlite_version = sqlite_checks.sqlite_version  # for commands, which may not import `stores`
 TOPICS = ("requests", "pages", "records")
 TOPOLOGY = tuple(TopicSpec(name=name) for name in TOPICS) + tuple(
     TopicSpec(name=name + ".dead", groups=()) for name in TOPICS
@@ -211,8 +212,13 @@ def open_stores(
         broker = _open_broker(config, context, ledger)
         pages = adapter("pages", config.pages.url)(config.pages.url, context)
         stores = Stores(config, context, broker=broker, ledger=ledger, claims=claims, pages=pages)
-        if create and isinstance(broker, SqlQueue):
-            _ensure(broker)
+        # Most commands only read, so the topics are written only if one is missing.
+        if (
+            create
+            and isinstance(broker, SqlQueue)
+            and not broker.db.read_now(lambda tx: broker.bind(tx).has([t.name for t in TOPOLOGY]))
+        ):
+            broker.db.write_now(lambda tx: broker.bind(tx).ensure(TOPOLOGY))
         return stores
     except BaseException:
         context.close()
@@ -287,25 +293,15 @@ class Politeness:
         self.context.close()
 
 
-def _ensure(queue: SqlQueue) -> None:
-    # Most commands only read, so the topics are written only if one is missing.
-    if not queue.db.read_now(lambda tx: queue.bind(tx).has([t.name for t in TOPOLOGY])):
-        queue.db.write_now(lambda tx: queue.bind(tx).ensure(TOPOLOGY))
-
-
 def store_facts(directory: Path) -> StoreFacts:
     """Return the SQLite version and the file system of this directory, with known risks."""
-    version, kind = sqlite_checks.sqlite_version(), sqlite_checks.file_system_of(directory)
+    version, kind = sqlite_version(), sqlite_checks.file_system_of(directory)
     return StoreFacts(
         sqlite=version,
         wal_reset_bug=sqlite_checks.has_wal_reset_bug(version),
         file_system=kind,
         network=kind in sqlite_checks.NETWORK_FILE_SYSTEMS,
     )
-
-
-def sqlite_version() -> tuple[int, ...]:
-    return sqlite_checks.sqlite_version()
 
 
 def worker_id() -> str:
