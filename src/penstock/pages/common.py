@@ -24,15 +24,6 @@ def raw(page: str) -> bytes:
         return b""
 
 
-def find(tx: Tx, table: str, prefix: str) -> list[str]:
-    """Return at most ten page ids that start with `prefix`."""
-    rows = tx.execute(
-        f"SELECT hash FROM {table} WHERE hash>=? AND hash<=? ORDER BY hash LIMIT 10",
-        (raw(prefix.ljust(64, "0")), raw(prefix.ljust(64, "f"))),
-    )
-    return [bytes(h).hex() for (h,) in rows]
-
-
 class Staged(StagedPages):
     """Pages to store: new ones, and those that this process knows to be stored."""
 
@@ -40,18 +31,44 @@ class Staged(StagedPages):
     again: dict[str, bytes] = {}  # id -> body, needed if retention has deleted the page
 
 
-class RemotePages:
-    """Base of page stores on a server. The table of pages has hash, size, packed and seen."""
+class Pages:
+    """Base of page stores. `table` has the hashes of their pages."""
 
-    remote = True
     table: str
-    place: str  # the store, in messages
     repair: str  # hint for a damaged page
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self._known: dict[str, None] = {}
+        self._known: dict[str, None] = {}  # ids of pages that are stored, or staged
         self._compressor = zstandard.ZstdCompressor(level=LEVEL)
+
+    def find_in(self, tx: Tx, prefix: str) -> list[str]:
+        """Return at most ten page ids that start with `prefix`."""
+        rows = tx.execute(
+            f"SELECT hash FROM {self.table} WHERE hash>=? AND hash<=? ORDER BY hash LIMIT 10",
+            (raw(prefix.ljust(64, "0")), raw(prefix.ljust(64, "f"))),
+        )
+        return [bytes(h).hex() for (h,) in rows]
+
+    def _forget(self, pages: Iterable[str]) -> None:
+        """Remove pages from the cache of stored pages."""
+        for page in pages:
+            self._known.pop(page, None)
+
+    def _verified(self, page: str, body: bytes, place: str) -> bytes:
+        """Return the body, if it is the one of this page. `place` is for the message."""
+        if page_id(body) != page:
+            raise Unreachable(
+                f"page {page} in {place} no longer matches its hash", hint=self.repair
+            )
+        return body
+
+
+class RemotePages(Pages):
+    """Base of page stores on a server. The table of pages has hash, size, packed and seen."""
+
+    remote = True
+    place: str  # the store, in messages
 
     def stage(self, pages: Iterable[tuple[str, bytes]]) -> Staged:
         staged = Staged(new={}, again={})
@@ -72,19 +89,14 @@ class RemotePages:
 
     def forget(self, staged: StagedPages) -> None:
         assert isinstance(staged, Staged)
-        for h in [*staged.new, *staged.again]:
-            self._known.pop(h, None)
+        self._forget([*staged.new, *staged.again])
 
     def _decompressed(self, page: str, packed: bytes) -> bytes:
         try:
             body = zstandard.decompress(packed)
         except zstandard.ZstdError:
             body = b""
-        if page_id(body) != page:
-            raise Unreachable(
-                f"page {page} in {self.place} no longer matches its hash", hint=self.repair
-            )
-        return body
+        return self._verified(page, body, self.place)
 
     def _totals(self, tx: Tx) -> tuple[int, int]:
         """Return the number of stored pages and of their compressed bytes."""
@@ -126,6 +138,5 @@ class RemotePages:
             if expired or len(old) < batch:
                 break
             at = rows[-1][:2]
-        for row in expired:
-            self._known.pop(bytes(row[0]).hex(), None)
+        self._forget(bytes(row[0]).hex() for row in expired)
         return expired

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import zstandard
 
-from penstock.pages.common import LEVEL, RemotePages, Staged, find, raw
+from penstock.pages.common import LEVEL, RemotePages, Staged, raw
 from penstock.ports import Clock, StagedPages
 from penstock.stores.context import Context
 from penstock.stores.postgres.arrays import byteas
@@ -129,8 +129,8 @@ class PostgresPages(RemotePages):
         return None if packed is None else self._decompressed(page, packed)
 
     def find_in(self, tx: Tx, prefix: str) -> list[str]:
-        """Return at most ten page ids that start with `prefix`."""
-        return self._query(tx, lambda own: find(own, self.table, prefix))
+        found = super().find_in
+        return self._query(tx, lambda own: found(own, prefix))
 
     def sizes_in(self, tx: Tx, pages: Sequence[str]) -> dict[str, int]:
         """Return the body sizes of those of `pages` that are stored."""

@@ -6,6 +6,7 @@ The index is in the ledger's store.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import sys
@@ -18,7 +19,7 @@ import obstore
 from obstore.exceptions import BaseError
 
 from penstock.errors import PenstockError, StoreUnavailable, Unreachable
-from penstock.pages.common import RemotePages, Staged, find, raw
+from penstock.pages.common import RemotePages, Staged, raw
 from penstock.ports import Clock, StagedPages
 from penstock.stores.context import Context
 from penstock.stores.s3 import bucket_at, error_text, refused
@@ -158,33 +159,30 @@ class S3Pages(RemotePages):
         row = (await self.db.read(lambda tx: self._rows(tx, "hash, name", [page]))).get(page)
         if row is None:
             return None
-        try:
+        with self._read_errors(page):
             async with self._request_limit:
                 packed = bytes(await (await obstore.get_async(self.bucket, row[0])).bytes_async())
-        except (BaseError, OSError) as e:
-            raise self._read_error(page, e) from e
         return self._decompressed(page, packed)
 
     def get_in(self, tx: Tx, page: str) -> bytes | None:
         row = self._rows(tx, "hash, name", [page]).get(page)
         if row is None:
             return None
-        try:
+        with self._read_errors(page):
             packed = bytes(obstore.get(self.bucket, row[0]).bytes())
-        except (BaseError, OSError) as e:
-            raise self._read_error(page, e) from e
         return self._decompressed(page, packed)
 
-    def _read_error(self, page: str, e: Exception) -> PenstockError:
-        if isinstance(e, FileNotFoundError):
-            return Unreachable(
-                f"page {page} is no longer in {self.place}",
-                hint="restore the bucket, or push the URL again with --force",
-            )
-        return StoreUnavailable(
-            f"page {page} cannot be read from {self.place}: {error_text(e)}",
-            hint="check that the bucket can be reached",
-        )
+    @contextlib.contextmanager
+    def _read_errors(self, page: str) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as e:
+            raise Unreachable(f"page {page} is no longer in {self.place}", hint=self.repair) from e
+        except (BaseError, OSError) as e:
+            raise StoreUnavailable(
+                f"page {page} cannot be read from {self.place}: {error_text(e)}",
+                hint="check that the bucket can be reached",
+            ) from e
 
     def _refused(self, e: Exception) -> PenstockError:
         return refused(
@@ -193,10 +191,6 @@ class S3Pages(RemotePages):
             setting="PENSTOCK_PAGES_URL",
             rights="s3:PutObject, s3:GetObject and s3:DeleteObject",
         )
-
-    def find_in(self, tx: Tx, prefix: str) -> list[str]:
-        """Return at most ten page ids that start with `prefix`."""
-        return find(tx, self.table, prefix)
 
     def sizes_in(self, tx: Tx, pages: Sequence[str]) -> dict[str, int]:
         return {page: size for page, (size, _) in self._rows(tx, "hash, size", pages).items()}

@@ -18,8 +18,7 @@ import zstandard
 
 from penstock.errors import StoreUnavailable, Unreachable
 from penstock.locks import FileLock
-from penstock.model import page_id
-from penstock.pages.common import LEVEL, MAX_KNOWN, find, raw
+from penstock.pages.common import MAX_KNOWN, Pages, raw
 from penstock.ports import Clock, StagedPages
 from penstock.stores.context import Context
 from penstock.stores.sql import SqlStore, Tx
@@ -52,7 +51,7 @@ class Staged(StagedPages):
     synced: bool = False
 
 
-class SegmentStore:
+class SegmentStore(Pages):
     """Implements ports.PageStore.
 
     `stage` appends bytes on any thread, before the transaction. `send` syncs them. `index_in`
@@ -60,9 +59,12 @@ class SegmentStore:
     """
 
     remote = False
+    table = "page"
+    repair = "restore the pages directory from a backup, or push the URL again with --force"
 
     def __init__(self, db: SqlStore, directory: Path, clock: Clock, *, writer: str) -> None:
-        self.db, self.directory, self.clock, self.writer = db, directory, clock, writer
+        super().__init__(clock)
+        self.db, self.directory, self.writer = db, directory, writer
         self._file: int = -1
         self._name, self._end, self._count = "", 0, 0
         self._lock: FileLock | None = None
@@ -73,9 +75,7 @@ class SegmentStore:
         self._staging = threading.Lock()
         # Segments whose sync failed. The kernel reports the error once, and may drop the bytes.
         self._unsynced: set[str] = set()
-        self._known: dict[str, None] = {}  # ids of pages that are stored, or staged
         self._disk = ThreadPoolExecutor(1, "penstock-pages")  # runs the syncs, which block
-        self._compressor = zstandard.ZstdCompressor(level=LEVEL)
         self._decompressor = zstandard.ZstdDecompressor()
         db.part("pages", 2, SCHEMA)
 
@@ -95,8 +95,7 @@ class SegmentStore:
             with self._staging:
                 self._stage(pages, staged, new)
         except BaseException as e:
-            for hash_ in new:
-                self._known.pop(hash_, None)
+            self._forget(new)
             if isinstance(e, OSError):
                 raise self._unavailable(e) from e
             raise
@@ -233,8 +232,7 @@ class SegmentStore:
     def forget(self, staged: StagedPages) -> None:
         """Remove the pages from the cache of stored pages, because the transaction failed."""
         assert isinstance(staged, Staged)
-        for h in [*(row[0] for row in staged.rows), *staged.again]:
-            self._known.pop(h, None)
+        self._forget([*(row[0] for row in staged.rows), *staged.again])
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -251,13 +249,7 @@ class SegmentStore:
             return None
         name, frame, packed, start, size = row
         body = self._frame(name, frame, packed)[start : start + size]
-        if page_id(body) != page:
-            raise Unreachable(
-                f"page {page} in {name} no longer matches its hash",
-                hint="restore the pages directory from a backup, "
-                "or push the URL again with --force",
-            )
-        return body
+        return self._verified(page, body, name)
 
     def _frame(self, name: str, frame: int, packed: int) -> bytes:
         try:
@@ -265,15 +257,7 @@ class SegmentStore:
                 f.seek(frame)
                 return self._decompressor.decompress(f.read(packed))
         except (OSError, zstandard.ZstdError) as e:
-            raise Unreachable(
-                f"pages cannot be read from {name}: {e}",
-                hint="restore the pages directory from a backup, "
-                "or push the URL again with --force",
-            ) from e
-
-    def find_in(self, tx: Tx, prefix: str) -> list[str]:
-        """Return at most ten page ids that start with `prefix`."""
-        return find(tx, "page", prefix)
+            raise Unreachable(f"pages cannot be read from {name}: {e}", hint=self.repair) from e
 
     def sizes_in(self, tx: Tx, pages: Sequence[str]) -> dict[str, int]:
         """Return the body sizes of those of `pages` that are stored."""
@@ -337,8 +321,7 @@ class SegmentStore:
         wanted = keep(pages)
         deleted = [h for h in pages if h not in wanted]
         tx.executemany("DELETE FROM page WHERE hash=?", [(bytes.fromhex(h),) for h in deleted])
-        for h in deleted:
-            self._known.pop(h, None)
+        self._forget(deleted)
         return len(deleted)
 
     def _sizes(self, tx: Tx) -> dict[int, int]:
@@ -386,9 +369,8 @@ class SegmentStore:
         bodies = self._frame(name, frame, packed)
         pages = [(h.hex(), bodies[start : start + size]) for h, start, size, _ in rows]
         for h, body in pages:
-            if page_id(body) != h:
-                raise Unreachable(f"page {h} in {name} no longer matches its hash")
-            self._known.pop(h, None)
+            self._verified(h, body, name)
+        self._forget(h for h, _ in pages)
         tx.execute("DELETE FROM page WHERE segment=? AND frame=?", (segment, frame))
         self.index_in(tx, self.stage(pages))
         tx.executemany("UPDATE page SET seen=? WHERE hash=?", [(seen, h) for h, _, _, seen in rows])

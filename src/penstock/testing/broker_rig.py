@@ -269,6 +269,13 @@ class BrokerRig:
         answers = await broker.publish(batch)
         assert list(answers) == [Published.OK] * len(batch)
 
+    async def filled(
+        self, broker: Broker, ids: Sequence[str], *, lease: float = LONG_LEASE
+    ) -> Subscription:
+        """Publish messages as `fill` does, and subscribe to their topic."""
+        await self.fill(broker, ids)
+        return self.sub(broker, lease=lease)
+
     async def counts(
         self,
         broker: Broker,

@@ -32,8 +32,7 @@ class Membership(BrokerRig):
         await self.fill(broker, ["a1", "b1"])
         await self.sleep(1.0)
         since = self.now()
-        await self.fill(broker, ["a2", "b2", "b3"])
-        sub = self.sub(broker)
+        sub = await self.filled(broker, ["a2", "b2", "b3"])
         got = {d.id: d for d in await self.only(sub, 5)}
         await sub.settle([(d, Ack()) for d in got.values() if d.id != "b3"])
         assert await broker.replay("t", "main", since=since) == 2
@@ -56,8 +55,7 @@ class Membership(BrokerRig):
     async def test_two_messages_with_the_same_id_are_settled_independently(
         self, broker: Broker
     ) -> None:
-        await self.fill(broker, ["a1", "a1"])
-        sub = self.sub(broker)
+        sub = await self.filled(broker, ["a1", "a1"])
         got = await self.only(sub, 1)
         if len(got) == 2:  # a broker may also deduplicate by id and keep one message
             assert list(await sub.settle([(got[0], Ack())])) == [True]
@@ -208,8 +206,7 @@ class Membership(BrokerRig):
     async def test_a_closed_subscription_returns_its_unprocessed_messages_immediately(
         self, broker: Broker
     ) -> None:
-        await self.fill(broker, [f"{'abcde'[i % 5]}{i}" for i in range(40)])
-        leaving = self.sub(broker)
+        leaving = await self.filled(broker, [f"{'abcde'[i % 5]}{i}" for i in range(40)])
         done, *begun = await self.take(leaving, 4)
         await leaving.settle([(done, Ack()), *[(d, Release()) for d in begun]])
         await leaving.close()

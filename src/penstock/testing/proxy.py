@@ -58,7 +58,7 @@ class Proxy:
 
     async def passed(self) -> None:
         """Wait until the marker was sent to the server."""
-        await self._run_in_thread(self._wait())
+        await self._run_in_thread(self._passed.wait())
 
     async def cut(self) -> None:
         """Abort all connections and refuse new ones."""
@@ -93,9 +93,6 @@ class Proxy:
             for link in list(self._links):
                 for end in link:
                     end.transport.abort()
-
-    async def _wait(self) -> None:
-        await self._passed.wait()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()

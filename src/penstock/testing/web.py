@@ -349,7 +349,6 @@ class _Connection(asyncio.Protocol):
     async def _answer_later(
         self, request: Request, made: Reply | Awaitable[Reply], entry: Entry
     ) -> None:
-        sent = False
         try:
             try:
                 answer = made if isinstance(made, Reply) else await made
@@ -363,12 +362,12 @@ class _Connection(asyncio.Protocol):
                     await self.room.wait()
                 answer = Reply(answer.status, raw=b"")
             self._send(request, answer, entry)
-            sent = True
-        finally:
+        except BaseException:
             # The task is cancelled when the client disconnects. The request is logged anyway.
+            self.web.leave(entry, 0)
+            raise
+        finally:
             self.task = None
-            if not sent:
-                self.web.leave(entry, 0)
         self.since = self.loop.time()
         self._advance()
 
