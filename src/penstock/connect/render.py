@@ -34,7 +34,9 @@ class Connector:
         return self.kind.plugin
 
     def shown(self) -> dict[str, str]:
-        return masked(self.config, self.plugin)
+        return {
+            name: shown(name, value, self.plugin.secrets) for name, value in self.config.items()
+        }
 
     def clear_secrets(self) -> list[str]:
         """Return the options that contain a secret in clear text instead of a reference."""
@@ -43,11 +45,6 @@ class Connector:
             for name, value in self.config.items()
             if is_secret(name, value, self.plugin.secrets)
         ]
-
-
-def masked(config: Mapping[str, str], plugin: Plugin | None) -> dict[str, str]:
-    secrets = plugin.secrets if plugin is not None else frozenset()
-    return {name: shown(name, value, secrets) for name, value in config.items()}
 
 
 def render(pipeline: Pipeline, environment: Mapping[str, str] | None = None) -> list[Connector]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from decimal import Decimal
-from email.utils import format_datetime
+from email.utils import formatdate
 from html import escape
 from xml.sax.saxutils import escape as xml
 
 from penstock.demo.goods import CATEGORIES, CURRENCY, LIMITED, SHOP, Product, slug
+from penstock.operate.figures import iso
 
 __all__ = [
     "busy",
@@ -60,10 +60,6 @@ _CSS = (
     ".banner{background:var(--accent);color:var(--paper);border-radius:12px;"
     "padding:1.1rem 1.4rem}\n"
 )
-
-
-def iso(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def money(amount: Decimal) -> str:
@@ -199,7 +195,7 @@ def feed(base: str, changes: Sequence[tuple[int, float, Product, Decimal, Decima
         f"<item><title>{xml(p.name)}: {money(old)} → {money(new)}</title>"
         f"<link>{xml(base)}/product/{p.slug}</link>"
         f'<guid isPermaLink="false">{slug(SHOP)}-change-{n}</guid>'
-        f"<pubDate>{_rfc822(at)}</pubDate></item>\n"
+        f"<pubDate>{formatdate(at, usegmt=True)}</pubDate></item>\n"
         for n, at, p, old, new in changes
     )
     return (
@@ -209,28 +205,21 @@ def feed(base: str, changes: Sequence[tuple[int, float, Product, Decimal, Decima
     )
 
 
-def _rfc822(at: float) -> str:
-    return format_datetime(datetime.fromtimestamp(at, UTC), usegmt=True)
-
-
 def sitemap(pages: Sequence[tuple[str, float]]) -> str:
-    entries = "".join(
-        f"<url><loc>{xml(url)}</loc><lastmod>{iso(at)}</lastmod></url>\n" for url, at in pages
-    )
-    return (
-        '<?xml version="1.0" encoding="utf-8"?>\n'
-        '<urlset xmlns="http://www.sitemaps.org/schemas/sitemap/0.9">\n'
-        f"{entries}</urlset>\n"
-    )
+    return _sitemap("urlset", "url", pages)
 
 
 def sitemap_index(parts: Sequence[tuple[str, float]]) -> str:
+    return _sitemap("sitemapindex", "sitemap", parts)
+
+
+def _sitemap(root: str, item: str, listed: Sequence[tuple[str, float]]) -> str:
     entries = "".join(
-        f"<sitemap><loc>{xml(url)}</loc><lastmod>{iso(at)}</lastmod></sitemap>\n"
-        for url, at in parts
+        f"<{item}><loc>{xml(url)}</loc><lastmod>{iso(at)}</lastmod></{item}>\n"
+        for url, at in listed
     )
     return (
         '<?xml version="1.0" encoding="utf-8"?>\n'
-        '<sitemapindex xmlns="http://www.sitemaps.org/schemas/sitemap/0.9">\n'
-        f"{entries}</sitemapindex>\n"
+        f'<{root} xmlns="http://www.sitemaps.org/schemas/sitemap/0.9">\n'
+        f"{entries}</{root}>\n"
     )
