@@ -5,11 +5,13 @@ Exactly these pages end dead, with a readable reason. No other event is charged.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 
+import apsw
 import pytest
-from tests.e2e.harness import Project, Target, wait_for
+from tests.e2e.harness import SHOP, Project, Target, wait_for
 
 PAGES = 500
 PIPELINE = """
@@ -119,3 +121,30 @@ def test_a_poison_page_succeeds_after_the_extractor_is_fixed_and_dlq_retry(
     assert project.dead_letters() == {}
     assert project.total()["success"] == 3
     project.doctor()
+
+
+def test_an_end_that_the_ledger_rejects_twice_does_not_hold_back_other_ends(
+    project: Project, target: Callable[..., Target]
+) -> None:
+    """A trigger rejects every end of one event. All ends of its batch are still recorded."""
+    project.write("shop.py", SHOP)
+    project.set(grace="1s")
+    web = target(pages=20)
+    project.push(*web.urls)
+    rejected = web.urls[7]
+    with contextlib.closing(apsw.Connection(str(project.dir / ".penstock/penstock.db"))) as db:
+        db.execute(
+            "CREATE TRIGGER reject BEFORE UPDATE ON event WHEN NEW.status IN ('success', 'dead')"
+            f" AND NEW.url = '{rejected}' BEGIN SELECT RAISE(ABORT, 'rejected by a test'); END"
+        )
+    running = project.start("run", "shop.py")
+    wait_for(
+        lambda: running.ended or project.total()["success"] == 19, f"19 ends: {running.output}"
+    )
+    assert not running.ended, running.output
+    running.signal(15)
+    assert running.wait() == 0, running.output
+    assert running.output.count("rejected by a test") >= 2
+    (left,) = [e for e in project.events() if e["status"] != "success"]
+    assert (left["url"], left["status"]) == (rejected, "pending")
+    assert len({row["sku"] for row in project.rows()}) == 19

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import math
+from functools import partial
 
 import msgspec
 
@@ -35,41 +36,24 @@ class State(enum.Enum):
 UNSTARTED = frozenset({State.ADMISSION, State.SLOT, State.PERMIT, State.HOST, State.START})
 
 
-class InflightEvent:
+class InflightEvent(msgspec.Struct, eq=False):
     """An event whose delivery this worker holds, from `receive` until its outcome is committed."""
 
-    __slots__ = (
-        "admitted",
-        "body",
-        "delivery",
-        "event",
-        "extracted",
-        "fence",
-        "meta",
-        "needs_request",
-        "response",
-        "slot",
-        "slot_requested",
-        "started",
-        "state",
-        "task",
-        "timer",
-    )
-
-    def __init__(self, delivery: Delivery, event: Event) -> None:
-        self.delivery, self.event = delivery, event
-        self.state = State.ADMISSION
-        self.admitted = Admitted(verdict="go")
-        self.needs_request = False  # False for example if a stored page is extracted
-        self.slot = math.inf  # time at which the request may start, inf if it need not wait
-        self.slot_requested = math.inf  # time at which the slot was requested
-        self.timer: asyncio.TimerHandle | None = None  # of the state SLOT
-        self.fence, self.started = 0, 0.0  # of the counted start
-        self.task: Cancellable | None = None  # request or task in progress
-        self.meta: PageMeta | None = None
-        self.body: bytes = b""
-        self.response: Response | None = None
-        self.extracted: Extracted | None = None
+    delivery: Delivery
+    event: Event
+    state: State = State.ADMISSION
+    admitted: Admitted = msgspec.field(default_factory=partial(Admitted, verdict="go"))
+    needs_request: bool = False  # False for example if a stored page is extracted
+    slot: float = math.inf  # time at which the request may start, inf if it need not wait
+    slot_requested: float = math.inf  # time at which the slot was requested
+    timer: asyncio.TimerHandle | None = None  # of the state SLOT
+    fence: int = 0  # of the counted start
+    started: float = 0.0  # time of the counted start
+    task: Cancellable | None = None  # request or task in progress
+    meta: PageMeta | None = None
+    body: bytes = b""
+    response: Response | None = None
+    extracted: Extracted | None = None
 
 
 def read_delivery(d: Delivery, stage: Stage, host_by: HostKind) -> InflightEvent:

@@ -8,6 +8,8 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
+import msgspec
+
 from penstock.engine.batching import Batcher
 from penstock.engine.inflight import InflightEvent, State
 from penstock.engine.lifecycle import Lifecycle
@@ -79,10 +81,8 @@ class Recorder:
             was_writing=self._first == "sink",
             restarted=admitted.starts > 0,
         )
-        for name, value in more.items():
-            setattr(end, name, value)
         item.state = State.OUTCOME
-        self.batches.add((item, end))
+        self.batches.add((item, msgspec.structs.replace(end, **more)))
 
     def fail(self, item: InflightEvent, stage: str, f: Failure) -> None:
         """End an event after a failure: delay it, retry it, or mark it as dead."""
