@@ -93,16 +93,16 @@ class RabbitBroker:
 
     async def _declare(self, spec: TopicSpec) -> list[str]:
         async with self._declaring:
-            queues = [*self.names.work_queues(spec)]
+            queues, dead = [*self.names.work_queues(spec)], spec.name + DEAD
             if not spec.name.endswith(DEAD):
                 queues += self.names.delay_queues(spec.name)
-                if "main" not in self._groups.get(spec.name + DEAD, {}):
-                    queues += self.names.work_queues(TopicSpec(name=spec.name + DEAD))
-                    self._groups.setdefault(spec.name + DEAD, {})["main"] = None
+                if "main" not in self._groups.get(dead, {}):
+                    queues += self.names.work_queues(TopicSpec(name=dead))
             drift = await self._declare_queues(queues)
             self._groups.setdefault(spec.name, {}).update(dict.fromkeys(spec.groups))
             self._specs[spec.name] = spec
             if not spec.name.endswith(DEAD):
+                self._groups.setdefault(dead, {})["main"] = None
                 self._with_delay_queues.add(spec.name)
         return drift
 
