@@ -37,6 +37,7 @@ BENCHES = {
         "seed_architecture",
         "INSERT to fetch, and to result row, through Debezium, Kafka, Penstock and the JDBC sink",
     ),
+    "bytecode": ("bytecode", "Python bytecodes of one page, by module, against another checkout"),
     "profile": ("profiling", "where the time of one Penstock run goes, by module and function"),
 }
 
