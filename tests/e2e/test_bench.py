@@ -69,6 +69,12 @@ def test_claim_reports_costs_ratios_memory_and_that_status_reads_counters(tmp_pa
         assert found[who]["flat"] is None, "four seconds are too short to judge memory growth"
 
 
+def test_bytecode_reports_the_bytecodes_of_a_page(tmp_path: Path) -> None:
+    found = bench(tmp_path, "bytecode", "--n", "300")
+    assert found["bytecodes_per_page"]["this"] > 100
+    assert "ratio" not in found, "there is no other checkout to compare with"
+
+
 def test_slow_host_reports_the_page_rate_with_and_without_a_slow_host(tmp_path: Path) -> None:
     found = bench(
         tmp_path, "slow-host", "--n", "500", "--slow", "300", "--hosts", "10", "--reps", "1"
