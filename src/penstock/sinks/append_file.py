@@ -7,7 +7,6 @@ import os
 import socket
 import stat
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -17,7 +16,6 @@ from penstock.locks import lock_descriptor, unlock_descriptor
 from penstock.ports import Reopen
 
 _TAIL_BYTES = 4096  # bytes before the end of a file that are in its checksum
-_MAX_LINE = 1 << 20  # bytes of a line that are read at once
 _MAX_MARKS = 32  # files of one sink whose marks are kept: one for each machine that wrote the sink
 
 
@@ -140,16 +138,20 @@ class AppendFile:
     def restore(self, text: str) -> None:
         """See ports.FileSink.restore."""
         if os.path.exists(self.path):
-            # Unreachable: machines share this file, and another one writes to it.
-            with contextlib.suppress(Unreachable), contextlib.closing(self):
+            try:
                 self.open()
+            except Unreachable:  # machines share this file, and another one writes to it
+                return
+            try:
                 found = self.find_mark(read_mark(text))
                 if found is not None:
                     self.truncate(found.at)
+            finally:
+                self.close()
 
     def truncate(self, at: int) -> None:
         """Remove rows that were written but not recorded."""
-        if self.size > at:
+        if os.fstat(self._fd).st_size > at:
             os.ftruncate(self._fd, at)
             os.fsync(self._fd)
         self.at, self._tail = at, self._read_tail(at)
@@ -159,7 +161,7 @@ class AppendFile:
 
         Add a newline if the last line is incomplete.
         """
-        size = self.size
+        size = os.fstat(self._fd).st_size
         self.at, self._tail = size, self._read_tail(size)
         if self._tail and not self._tail.endswith(b"\n"):
             self.append(b"\n")
@@ -217,16 +219,8 @@ class AppendFile:
             f"{position}, now {self.size}): appending at its end, missing rows are not rewritten"
         )
 
-    def lines(self, end: int) -> Iterator[bytes]:
-        """Yield the lines up to an offset, with their newlines. A very long line is divided."""
-        # Appending does not use the position of the descriptor, which reading changes.
-        with open(self._fd, "rb", buffering=1 << 18, closefd=False) as file:
-            file.seek(0)
-            while line := file.readline(min(_MAX_LINE, end)):
-                if line.endswith(b"\r"):  # do not divide CRLF
-                    line += file.readline(min(1, end - len(line)))
-                end -= len(line)
-                yield line
+    def lines(self, end: int) -> Lines:
+        return Lines(self._fd, end)
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -257,44 +251,42 @@ class AppendingSink:
     def __init__(self, name: str, path: Path) -> None:
         self.name, self.path, self.notice = name, path, ""
         self._file = AppendFile(path)
-        self._columns: tuple[str, ...] = ()  # CSV
-
-    def open(self, position: int, mark: str) -> str:
-        """Truncate the file to the mark.
-
-        If the file is not the one of the mark (shorter, replaced, edited), it is kept and continued
-        at its end.
-        """
-        self.notice = ""
-        self._file.open()
-        recorded = read_mark(mark)
-        own_mark = self._file.find_mark(recorded)
-        self._read_columns(own_mark)
-        if own_mark is not None and self._columns == own_mark.columns:
-            self._file.truncate(own_mark.at)
-        else:
-            if recorded is not None and recorded.at > 0 and not self._was_widened(recorded):
-                self.notice = self._file.changed(recorded, position)
-            self._file.continue_at_end()
-        return self._file.mark(self._columns)
-
-    def _read_columns(self, own_mark: Mark | None) -> None:
-        """Read the columns of the file, if it has any."""
-
-    def _was_widened(self, recorded: Mark) -> bool:
-        # After it added a column, `write` raises Reopen, and appends no row before the mark of
-        # the next `open` is recorded. So a header that extends the recorded one means that the
-        # file was rewritten and has no unrecorded rows.
-        return (
-            len(self._columns) > len(recorded.columns) > 0
-            and self._columns[: len(recorded.columns)] == recorded.columns
-        )
 
     def restore(self, mark: str) -> None:
         self._file.restore(mark)
 
     def close(self) -> None:
         self._file.close()
+
+
+class Lines:
+    """Lines from the start of an open file up to an offset, read in bounded chunks.
+
+    The position of the descriptor does not change.
+    """
+
+    def __init__(self, fd: int, end: int) -> None:
+        self._fd, self._end, self._at, self._buffer = fd, end, 0, b""
+
+    def line(self, limit: int = 1 << 20) -> bytes:
+        """Return the next line with its newline, at most about `limit` bytes, b"" at the end."""
+        searched = 0
+        while (found := self._buffer.find(b"\n", searched)) < 0 and len(self._buffer) < limit:
+            searched = len(self._buffer)
+            chunk = (
+                os.pread(self._fd, min(1 << 18, self._end - self._at), self._at)
+                if self._at < self._end
+                else b""
+            )
+            if not chunk:
+                found = len(self._buffer) - 1
+                break
+            self._at += len(chunk)
+            self._buffer += chunk
+        # Do not split CRLF.
+        end = found + 1 if found >= 0 else len(self._buffer) - self._buffer.endswith(b"\r")
+        line, self._buffer = self._buffer[:end], self._buffer[end:]
+        return line
 
 
 def sync_directory(directory: Path) -> None:

@@ -71,11 +71,12 @@ def flatten(body: bytes) -> Flat:
     except (ValueError, RecursionError):  # msgspec and Unicode errors are ValueErrors
         return Flat({}, {}, {"body": body.decode("utf-8", "replace")})
     origin = record.pop("_penstock", None)
+    rest: dict[str, Any] = {}
     if not isinstance(origin, dict):
         origin = {}
     # Names with this prefix are reserved. Fields of the user with such names are kept in `rest`.
-    reserved = [name for name in record if name.startswith(PREFIX)]
-    rest = {name: record.pop(name) for name in reserved}
+    if any(name.startswith(PREFIX) for name in record):
+        rest = {name: record.pop(name) for name in list(record) if name.startswith(PREFIX)}
     deleted = origin.get("deleted") is True
     if deleted:
         rest[DELETED] = True  # marks the row in a target to which rows are only appended

@@ -18,7 +18,7 @@ from typing import Any
 
 from penstock.errors import Unreachable
 from penstock.ports import Reopen, Row
-from penstock.sinks.append_file import AppendingSink, Mark, sync_directory
+from penstock.sinks.append_file import AppendingSink, Mark, read_mark, sync_directory
 from penstock.sinks.common import (
     DELETED,
     PROVENANCE_COLUMNS,
@@ -38,14 +38,38 @@ class CsvSink(AppendingSink):
 
     def __init__(self, name: str, path: Path, max_columns: int) -> None:
         super().__init__(name, path)
+        self._columns: tuple[str, ...] = ()
         self._max_columns = max_columns
 
-    def _read_columns(self, own_mark: Mark | None) -> None:
+    def open(self, position: int, mark: str) -> str:
+        self.notice = ""
+        self._file.open()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._draft())  # left by a rewrite that was killed
+        recorded = read_mark(mark)
+        own_mark = self._file.find_mark(recorded)
         # Before the first batch, the header may be incomplete.
-        is_empty = own_mark is not None and own_mark.at == 0
-        self._columns = () if is_empty else self._header()
+        if own_mark is not None and own_mark.at == 0:
+            self._file.truncate(0)
+            self._columns = ()
+            return self._file.mark()
+        self._columns = self._header()
+        if own_mark is not None and self._columns == own_mark.columns:
+            self._file.truncate(own_mark.at)
+        else:
+            if recorded is not None and recorded.at > 0 and not self._was_widened(recorded):
+                self.notice = self._file.changed(recorded, position)
+            self._file.continue_at_end()
+        return self._file.mark(self._columns)
+
+    def _was_widened(self, recorded: Mark) -> bool:
+        # After it added a column, `write` raises Reopen, and appends no row before the mark of
+        # the next `open` is recorded. So a header that extends the recorded one means that the
+        # file was rewritten and has no unrecorded rows.
+        return (
+            len(self._columns) > len(recorded.columns) > 0
+            and self._columns[: len(recorded.columns)] == recorded.columns
+        )
 
     def write(self, rows: Sequence[Row]) -> str:
         self._file.check()
@@ -94,7 +118,8 @@ class CsvSink(AppendingSink):
     def _header(self) -> tuple[str, ...]:
         """Return the columns of the file's header, () if the file is empty."""
         raw, quotes = b"", 0
-        for line in self._file.lines(self._file.size):
+        lines = self._file.lines(self._file.size)
+        while line := lines.line():
             raw += line
             quotes += line.count(b'"')
             if (line.endswith(b"\n") and quotes % 2 == 0) or len(raw) > _HEADER_LIMIT:
@@ -125,11 +150,12 @@ class CsvSink(AppendingSink):
         quotes, first = 0, True
         was = os.stat(target)
         try:
+            lines = self._file.lines(self._file.at)
             with open(draft, "wb", buffering=1 << 18) as out:
                 os.fchmod(out.fileno(), stat.S_IMODE(was.st_mode))
                 with contextlib.suppress(PermissionError):
                     os.fchown(out.fileno(), was.st_uid, was.st_gid)
-                for line in self._file.lines(self._file.at):
+                while line := lines.line():
                     quotes += line.count(b'"')
                     if quotes % 2 or not line.endswith(b"\n"):  # the line break is inside a cell
                         if not first:

@@ -7,12 +7,30 @@ from pathlib import Path
 from typing import Any
 
 from penstock.ports import Row
-from penstock.sinks.append_file import AppendingSink
+from penstock.sinks.append_file import AppendingSink, read_mark
 from penstock.sinks.common import file_url
 
 
 class JsonLinesSink(AppendingSink):
     """JSON lines sink."""
+
+    def open(self, position: int, mark: str) -> str:
+        """Truncate the file to the mark.
+
+        If the file is not the one of the mark (shorter, replaced, edited), it is kept and continued
+        at its end.
+        """
+        self.notice = ""
+        self._file.open()
+        recorded = read_mark(mark)
+        own_mark = self._file.find_mark(recorded)
+        if own_mark is not None:
+            self._file.truncate(own_mark.at)
+        else:
+            if recorded is not None and recorded.at > 0:
+                self.notice = self._file.changed(recorded, position)
+            self._file.continue_at_end()
+        return self._file.mark()
 
     def write(self, rows: Sequence[Row]) -> str:
         self._file.check()
