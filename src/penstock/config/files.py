@@ -301,7 +301,7 @@ def _toml(option: Option, *, with_section: bool = False) -> str:
 
 def _suggest(name: str, known: list[str]) -> str:
     last = re.split(r"[._]", name)[-1]
-    # The right key in the wrong section.
+    # A known key, given in the wrong section.
     elsewhere = [f"did you mean {path}?" for path in known if path.rpartition(".")[2] == last]
     otherwise = [*elsewhere, "`penstock config show` lists every option"]
     return suggest(name, known, otherwise[0], cutoff=0.75)

@@ -149,7 +149,7 @@ def write_rate(value: float) -> str:
 def _checked(
     read: Callable[[object], Any], test: Callable[[Any], object]
 ) -> Callable[[object], Any]:
-    """Return a function that reads a value, and raises ValueError if the test of it is false."""
+    """Return a function that reads a value, and raises ValueError if the value fails the test."""
 
     def checked(value: object) -> Any:
         found = read(value)

@@ -81,8 +81,9 @@ class Recorder:
             was_writing=self._first == "sink",
             restarted=admitted.starts > 0,
         )
+        end = msgspec.structs.replace(end, **more)
         item.state = State.OUTCOME
-        self.batches.add((item, msgspec.structs.replace(end, **more)))
+        self.batches.add((item, end))
 
     def fail(self, item: InflightEvent, stage: str, f: Failure) -> None:
         """End an event after a failure: delay it, retry it, or mark it as dead."""

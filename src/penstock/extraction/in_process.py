@@ -100,6 +100,7 @@ class InProcess:
     ) -> Sequence[Extracted]:
         results = []
         for i, fetched in enumerate(pages, 1):
+            # The fields of FetchedPage are in the order of these parameters.
             page = Page.received(*msgspec.structs.astuple(fetched))
             try:
                 results.append(run_page(self._pipeline, page))

@@ -92,7 +92,10 @@ class Sandbox:
                 continue
             finished = len(reply.results)
             results.update(zip(todo, reply.results, strict=False))
-            child_exit, todo = reply.exit, todo[finished:]  # no page is left without an exit
+            child_exit, todo = (
+                reply.exit,
+                todo[finished:],
+            )  # if the child did not exit, no page is left
             if child_exit is None:
                 break
             if child_exit.internal:

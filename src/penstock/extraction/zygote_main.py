@@ -50,7 +50,10 @@ def _libc(name: str, *args: int) -> bool:
 
 
 def die_with(parent: int, signal_number: int = signal.SIGKILL) -> None:
-    """End this process when the parent ends for any reason (Linux only)."""
+    """End this process when the parent ends for any reason.
+
+    On other systems than Linux it only ends if the parent has already ended.
+    """
     if sys.platform == "linux":
         _libc("prctl", _PR_SET_PDEATHSIG, signal_number, 0, 0, 0)
     if signal_number and os.getppid() != parent:  # the parent ended before the call above

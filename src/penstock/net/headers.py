@@ -28,7 +28,7 @@ def parse_head(lines: list[bytes]) -> tuple[int, str, dict[str, str]]:
         known = _cached.get
         pairs = [known(line) or _parse_line(line) for line in lines[1:-1]]
         plain = dict(filter(None, pairs))
-        if len(plain) == len(pairs):  # no line needs another line, and no name is repeated
+        if len(plain) == len(pairs):  # every line was parsed alone, no name is repeated
             return *_status(lines[0].decode("latin-1")), plain
     head, end, rest = b"".join(lines).decode("latin-1").replace("\r\n", "\n").partition("\n\n")
     while rest.startswith("HTTP/"):

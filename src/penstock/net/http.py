@@ -111,7 +111,7 @@ def _ca_file(options: HttpOptions) -> str:
         "/etc/pki/tls/certs/ca-bundle.crt",
         "/etc/ssl/cert.pem",
     )
-    return next((path for path in known if path and Path(path).is_file()), certifi.where())
+    return next((path for path in known if path and Path(path).is_file()), "") or certifi.where()
 
 
 class CurlFetcher:

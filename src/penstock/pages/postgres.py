@@ -129,8 +129,8 @@ class PostgresPages(RemotePages):
         return None if packed is None else self._decompressed(page, packed)
 
     def find_in(self, tx: Tx, prefix: str) -> list[str]:
-        found = super().find_in
-        return self._query(tx, lambda own: found(own, prefix))
+        find = super().find_in  # `super()` without arguments does not work inside a lambda
+        return self._query(tx, lambda own: find(own, prefix))
 
     def sizes_in(self, tx: Tx, pages: Sequence[str]) -> dict[str, int]:
         """Return the body sizes of those of `pages` that are stored."""

@@ -21,8 +21,11 @@ def chains(roles: frozenset[str]) -> list[tuple[Stage, Stage]]:
     without a gap. The topics of later stages are also read, because processes with fewer roles may
     have left work there.
     """
-    following = {first: takewhile(roles.__contains__, STAGES[i:]) for i, first in enumerate(STAGES)}
-    return [(first, [*stages][-1]) for first, stages in following.items() if first in roles]
+    return [
+        (first, [*takewhile(roles.__contains__, STAGES[i:])][-1])
+        for i, first in enumerate(STAGES)
+        if first in roles
+    ]
 
 
 def check_roles(

@@ -269,7 +269,7 @@ class BrokerRig:
         answers = await broker.publish(batch)
         assert list(answers) == [Published.OK] * len(batch)
 
-    async def filled(
+    async def fill_and_subscribe(
         self, broker: Broker, ids: Sequence[str], *, lease: float = LONG_LEASE
     ) -> Subscription:
         """Publish messages as `fill` does, and subscribe to their topic."""

@@ -116,7 +116,7 @@ class BrokerConformance(Ordering, Membership, Outages):
     async def test_a_late_or_repeated_settle_is_refused_and_changes_no_other_message(
         self, broker: Broker
     ) -> None:
-        sub = await self.filled(broker, ["a1", "a2"])
+        sub = await self.fill_and_subscribe(broker, ["a1", "a2"])
         first, second = await self.take(sub, 2)
         assert list(await sub.settle([(first, Ack())])) == [True]
         for outcome in (Ack(), Retry(0.0, "again"), Release(), Dead("no")):
@@ -173,7 +173,7 @@ class BrokerConformance(Ordering, Membership, Outages):
     async def test_the_delivery_count_includes_crashes_and_retries_but_not_releases(
         self, broker: Broker
     ) -> None:
-        sub = await self.filled(broker, ["a1"], lease=self.lease)
+        sub = await self.fill_and_subscribe(broker, ["a1"], lease=self.lease)
         seen = []
         for outcome in (Release(), Release(), None, Retry(0.0, "x"), Release()):
             (d,) = await self.take(sub, 1)
@@ -190,7 +190,7 @@ class BrokerConformance(Ordering, Membership, Outages):
     async def test_a_released_message_can_be_received_again_immediately(
         self, broker: Broker
     ) -> None:
-        sub = await self.filled(broker, ["a1", "a2"])
+        sub = await self.fill_and_subscribe(broker, ["a1", "a2"])
         got = await self.take(sub, 2)
         await sub.settle([(d, Release()) for d in got])
         await self.counts(broker, 2, 0, 0)
@@ -256,7 +256,7 @@ class BrokerConformance(Ordering, Membership, Outages):
     async def test_a_short_retry_is_delivered_before_an_earlier_long_retry(
         self, broker: Broker
     ) -> None:
-        sub = await self.filled(broker, ["a1", "a2"])
+        sub = await self.fill_and_subscribe(broker, ["a1", "a2"])
         long, short = await self.take(sub, 2)
         delay = 1.0 + self.patience  # longer than one receive call waits
         due = self.now() + delay
@@ -303,7 +303,7 @@ class BrokerConformance(Ordering, Membership, Outages):
 
     @sentence(lambda caps: caps.hold_keys)
     async def test_hold_delays_only_the_messages_of_the_held_keys(self, broker: Broker) -> None:
-        sub = await self.filled(broker, ["a1", "a2", "b1"])
+        sub = await self.fill_and_subscribe(broker, ["a1", "a2", "b1"])
         due = self.now() + 5.0
         await sub.hold({"a": due, "c": due})
         await self.fill(broker, ["c1"])

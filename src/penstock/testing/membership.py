@@ -32,7 +32,7 @@ class Membership(BrokerRig):
         await self.fill(broker, ["a1", "b1"])
         await self.sleep(1.0)
         since = self.now()
-        sub = await self.filled(broker, ["a2", "b2", "b3"])
+        sub = await self.fill_and_subscribe(broker, ["a2", "b2", "b3"])
         got = {d.id: d for d in await self.only(sub, 5)}
         await sub.settle([(d, Ack()) for d in got.values() if d.id != "b3"])
         assert await broker.replay("t", "main", since=since) == 2
@@ -55,7 +55,7 @@ class Membership(BrokerRig):
     async def test_two_messages_with_the_same_id_are_settled_independently(
         self, broker: Broker
     ) -> None:
-        sub = await self.filled(broker, ["a1", "a1"])
+        sub = await self.fill_and_subscribe(broker, ["a1", "a1"])
         got = await self.only(sub, 1)
         if len(got) == 2:  # a broker may also deduplicate by id and keep one message
             assert list(await sub.settle([(got[0], Ack())])) == [True]
@@ -206,7 +206,7 @@ class Membership(BrokerRig):
     async def test_a_closed_subscription_returns_its_unprocessed_messages_immediately(
         self, broker: Broker
     ) -> None:
-        leaving = await self.filled(broker, [f"{'abcde'[i % 5]}{i}" for i in range(40)])
+        leaving = await self.fill_and_subscribe(broker, [f"{'abcde'[i % 5]}{i}" for i in range(40)])
         done, *begun = await self.take(leaving, 4)
         await leaving.settle([(done, Ack()), *[(d, Release()) for d in begun]])
         await leaving.close()

@@ -28,7 +28,7 @@ class Ordering(BrokerRig):
     @sentence(lambda caps: caps.fair_keys)
     async def test_a_slow_key_does_not_stop_the_others(self, broker: Broker) -> None:
         await self.fill(broker, [f"a{i}" for i in range(200)])
-        sub = await self.filled(broker, ["b1", "c1"])
+        sub = await self.fill_and_subscribe(broker, ["b1", "c1"])
         first: list[Delivery] = []
         # The messages of `a` are not settled, because its work is slow.
         while len(first) < 100 and not {"b1", "c1"} <= {d.id for d in first}:
@@ -43,7 +43,7 @@ class Ordering(BrokerRig):
     async def test_a_steady_flow_of_new_keys_does_not_starve_an_old_key(
         self, broker: Broker
     ) -> None:
-        sub = await self.filled(broker, [f"old{i}" for i in range(50)])
+        sub = await self.fill_and_subscribe(broker, [f"old{i}" for i in range(50)])
         served = 0
         for turn in range(40):  # the new messages alone would fill each batch
             await self.fill(broker, [f"new-{turn}-{i}" for i in range(2)], key=f"k{turn}")
@@ -57,7 +57,7 @@ class Ordering(BrokerRig):
     async def test_an_ordered_topic_delivers_one_message_of_a_key_at_a_time_in_order(
         self, broker: Broker
     ) -> None:
-        sub = await self.filled(broker, ["a1", "a2", "b1", "a3"])
+        sub = await self.fill_and_subscribe(broker, ["a1", "a2", "b1", "a3"])
         got = {d.id: d for d in await self.only(sub, 2)}
         assert set(got) == {"a1", "b1"}
         await sub.settle([(got["a1"], Ack())])
@@ -68,7 +68,7 @@ class Ordering(BrokerRig):
 
     @sentence(orders, topics=[TopicSpec(name="t", ordered=True)])
     async def test_order_holds_over_retry_release_and_a_lost_lease(self, broker: Broker) -> None:
-        sub = await self.filled(broker, ["a1", "a2"], lease=self.lease)
+        sub = await self.fill_and_subscribe(broker, ["a1", "a2"], lease=self.lease)
         early: list[Delivery] = []
         for outcome, pause in (
             (Retry(2.0, "x"), 2.0 + self.slack),
@@ -120,7 +120,9 @@ class Ordering(BrokerRig):
 
     @sentence(orders, topics=[TopicSpec(name="t", ordered=True)])
     async def test_in_an_ordered_topic_keys_take_turns(self, broker: Broker) -> None:
-        sub = await self.filled(broker, [f"a{i}" for i in range(10)] + [f"b{i}" for i in range(10)])
+        sub = await self.fill_and_subscribe(
+            broker, [f"a{i}" for i in range(10)] + [f"b{i}" for i in range(10)]
+        )
         # Wait until both keys have arrived.
         await sub.settle([(d, Release()) for d in await self.take(sub, 2)])
         keys = ""

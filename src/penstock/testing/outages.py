@@ -13,7 +13,9 @@ from penstock.testing.broker_rig import BrokerRig, sentence
 class Outages(BrokerRig):
     @sentence(limits=3)
     async def test_a_killed_server_loses_no_confirmed_message(self, broker: Broker) -> None:
-        sub = await self.filled(broker, ["a0", "b1", "c2", "d3", "e4", "f5"], lease=self.lease)
+        sub = await self.fill_and_subscribe(
+            broker, ["a0", "b1", "c2", "d3", "e4", "f5"], lease=self.lease
+        )
         done, *held = await self.take(sub, 3)
         assert list(await sub.settle([(done, Ack())])) == [True]
         await self.stop_server()
@@ -38,7 +40,7 @@ class Outages(BrokerRig):
     async def test_a_cut_connection_loses_no_message_and_no_settled_message_is_redelivered(
         self, broker: Broker
     ) -> None:
-        sub = await self.filled(broker, ["a0", "b1", "c2", "d3"], lease=self.lease)
+        sub = await self.fill_and_subscribe(broker, ["a0", "b1", "c2", "d3"], lease=self.lease)
         done, *held = await self.take(sub, 4)
         assert list(await sub.settle([(done, Ack())])) == [True]
         await self.proxy.cut()

@@ -128,10 +128,10 @@ class KafkaBroker:
 
         `PartitionLag.lag` counts all unsettled messages, including those in flight.
         """
-        _, lags = await self._read_lags(topic, group)
+        _, lags = await self._layout_and_lags(topic, group)
         return list(lags.values())
 
-    async def _read_lags(
+    async def _layout_and_lags(
         self, topic: str, group: str
     ) -> tuple[Layout, dict[TopicAndPartition, PartitionLag]]:
         plan = await self.layout(topic)
@@ -151,7 +151,7 @@ class KafkaBroker:
         ]
 
     async def stats(self, topic: str, group: str) -> Stats:
-        plan, lags = await self._read_lags(topic, group)
+        plan, lags = await self._layout_and_lags(topic, group)
         reader = self._readers.get((topic, group))
         in_flight = len(reader.handed_out) if reader is not None else 0
         waiting = reader.delayed_count() if reader is not None else 0
@@ -173,7 +173,7 @@ class KafkaBroker:
         )
 
     async def _read(self, plan: Layout, spans: Spans, limit: int) -> list[BufferedMessage]:
-        return await self._run_admin(_read, self.settings, plan, spans, limit)
+        return await self._run_admin(_read_spans, self.settings, plan, spans, limit)
 
     async def alarms(self) -> Sequence[str]:
         """Return warnings about unsettled messages that retention will soon delete.
@@ -186,7 +186,7 @@ class KafkaBroker:
 
     async def peek(self, topic: str, limit: int) -> Sequence[Out]:
         """Return unsettled messages of the topic's first group, oldest first."""
-        plan, lags = await self._read_lags(topic, self._first_group(topic))
+        plan, lags = await self._layout_and_lags(topic, self._first_group(topic))
         spans = {at: (r.start, r.end) for at, r in lags.items()}
         settled = max((len(r.ahead) for r in lags.values()), default=0)
         found = [
@@ -213,7 +213,7 @@ class KafkaBroker:
         return "main" if "main" in groups else min(groups)
 
     async def purge(self, topic: str) -> int:
-        _, lags = await self._read_lags(topic, self._first_group(topic))
+        _, lags = await self._layout_and_lags(topic, self._first_group(topic))
         ends = {at: r.end for at, r in lags.items() if r.end > r.low}
         await self._run_admin(self.topics.delete_before, ends)
         for (name, _), reader in self._readers.items():
@@ -239,7 +239,7 @@ class KafkaBroker:
         If the group has no members, its offsets are moved back and no message is copied. If it has
         members, the messages that it has settled are copied, with the same ids.
         """
-        plan, found_lags = await self._read_lags(topic, group)
+        plan, found_lags = await self._layout_and_lags(topic, group)
         lags = {at: r for at, r in found_lags.items() if r.topic in plan.names}
         if offsets is not None:
             bare = plan.names[NORMAL]
@@ -347,7 +347,9 @@ class KafkaSubscription:
             self._reader.release_all(self)
 
 
-def _read(settings: Settings, plan: Layout, spans: Spans, limit: int) -> list[BufferedMessage]:
+def _read_spans(
+    settings: Settings, plan: Layout, spans: Spans, limit: int
+) -> list[BufferedMessage]:
     """Return messages of these partitions, each from its first offset to before its second.
 
     Uses no consumer group and commits no offsets. Returns at most `limit` messages of each

@@ -217,7 +217,7 @@ class Connection:
 
     async def close_channel(self, channel: Channel) -> None:
         """Close a channel. Raises StoreUnavailable."""
-        with self.outage():
+        async with self.request():
             await channel.close()
 
     async def blocked(self, timeout: float) -> bool:

@@ -275,9 +275,9 @@ class SlotReader:
             self._begin = None
             if self._found:
                 self._confirm = change.end
-            # Without findings it is confirmed together with the chunk before it. An active spill
-            # file also holds all queued findings.
             elif self._spill.active or not self.queue.confirm_with_last(change.end):
+                # A transaction without findings is confirmed with the chunk before it. An active
+                # spill file also holds all queued findings.
                 self._may_discard(change.end)
         elif isinstance(change, Insert | Update | Delete | Truncate):
             begin = self._begin

@@ -1,6 +1,6 @@
 """Limit on the WAL that a slot may hold, and the spill file for findings beyond the queue.
 
-With their findings in the spill file, the server may discard WAL. They are in order and have
+The server may discard WAL whose findings are in the spill file. The findings are in order and have
 checksums. A second file records the offset up to which they are accepted.
 """
 
