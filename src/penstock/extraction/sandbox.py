@@ -92,11 +92,8 @@ class Sandbox:
                 continue
             finished = len(reply.results)
             results.update(zip(todo, reply.results, strict=False))
-            child_exit, todo = (
-                reply.exit,
-                todo[finished:],
-            )  # if the child did not exit, no page is left
-            if child_exit is None:
+            child_exit, todo = reply.exit, todo[finished:]
+            if child_exit is None:  # then no page is left
                 break
             if child_exit.internal:
                 results.update({i: _internal_error(child_exit) for i in todo})
