@@ -183,7 +183,8 @@ def test_a_file_size_limit_stops_the_work_and_no_attempt_is_charged(
     project: Project, target: Callable[..., Target]
 ) -> None:
     """The same without a mount: the kernel refuses writes beyond a size for a while."""
-    web = target(pages=3000, delay=0.05)
+    # Slow enough that pages are left when the limit comes, on a machine that pauses for seconds.
+    web = target(pages=2000, delay=0.25)
     project.push(*web.urls)
     running = project.start("run", "shop.py")
     wait_for(lambda: web.lines() > 300, f"300 requests: {running.output}")
@@ -197,15 +198,15 @@ def test_a_file_size_limit_stops_the_work_and_no_attempt_is_charged(
     assert not running.ended, running.output
     resource.prlimit(running.pid, resource.RLIMIT_FSIZE, (hard, hard))
     wait_for(
-        lambda: running.ended or project.total()["success"] == 3000,
+        lambda: running.ended or project.total()["success"] == 2000,
         f"all done: {running.output}",
         240,
         0.2,
     )
-    wait_for(lambda: project.written() == 3000, "all rows")
+    wait_for(lambda: project.written() == 2000, "all rows")
     running.signal(15)
     assert running.wait() == 0, running.output
     assert project.total()["dead"] == 0
     assert {e["retry_count"] for e in project.events()} == {0}
-    assert len({row["sku"] for row in project.rows()}) == 3000
+    assert len({row["sku"] for row in project.rows()}) == 2000
     project.doctor()
