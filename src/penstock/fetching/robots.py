@@ -58,7 +58,10 @@ class RobotsTxt:
             known is not None
             and 200 <= known.status < 500
             and known.until > self._clock.now()
-            and known.robots.allows(self._options.agent, url, canonical=True)
+            and (
+                known.robots is rules.ALLOW_ALL
+                or known.robots.allows(self._options.agent, url, canonical=True)
+            )
         )
 
     async def check(self, url: str, host: str, proxy: str | None) -> bool:

@@ -66,7 +66,7 @@ class _RedirectChain(msgspec.Struct):
     until: float = 0.0  # when the state of a delayed chain expires
 
 
-class _Running(msgspec.Struct):
+class _Running(msgspec.Struct, eq=False):
     """A fetch in progress: its only request, or the task of the whole fetch."""
 
     stage: FetchStage

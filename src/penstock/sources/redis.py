@@ -15,7 +15,7 @@ import msgspec
 
 from penstock.authoring.pipeline import SourceSpec
 from penstock.config.options import resolve_env
-from penstock.errors import ConfigError, PenstockError, SourceDown, Unreachable, UsageError
+from penstock.errors import ConfigError, PenstockError, SourceDown, UsageError
 from penstock.model import mint
 from penstock.ports import Batch, Finding
 from penstock.rules.masking import mask
@@ -95,10 +95,10 @@ _undecoded = re.compile("[\ud800-\udfff]").search  # bytes that are not UTF-8, b
 class UserServer(Server):
     """Redis server of the user. Its persistence and eviction settings are not checked."""
 
-    def judge(self, facts: Mapping[str, str]) -> None:
+    def problems(self, facts: Mapping[str, str]) -> Sequence[tuple[bool, str, str]]:
         version = facts.get("redis_version", "0")
         numbers = tuple(int(n) for n in version.split(".")[:2] if n.isdigit())
-        problems = (
+        return (
             (
                 facts.get("loading") == "1",
                 "is loading its data",
@@ -120,9 +120,6 @@ class UserServer(Server):
                 "name a server without cluster mode",
             ),
         )
-        for applies, problem, hint in problems:
-            if applies:
-                raise Unreachable(f"Redis at {self.name} {problem}", hint=hint)
 
 
 class RedisList(BaseSource):

@@ -218,9 +218,15 @@ class Server:
 
     def judge(self, facts: Mapping[str, str]) -> None:
         """Check the reply of INFO. Raises Unreachable if the server is not usable."""
+        for found, problem, hint in self.problems(facts):
+            if found:
+                raise Unreachable(f"Redis at {self.name} {problem}", hint=hint)
+
+    def problems(self, facts: Mapping[str, str]) -> Sequence[tuple[bool, str, str]]:
+        """Return the possible problems: whether the server has it, its description, its hint."""
         version = facts.get("redis_version", "0")
         policy = facts.get("maxmemory_policy", "noeviction")
-        problems = (
+        return (
             (
                 facts.get("loading") == "1",  # the other values are not final yet
                 "is loading its data",
@@ -255,9 +261,6 @@ class Server:
                 "or accept the loss with ?volatile=allow in the DSN",
             ),
         )
-        for found, problem, hint in problems:
-            if found:
-                raise Unreachable(f"Redis at {self.name} {problem}", hint=hint)
 
     async def close(self) -> None:
         await self._pool.disconnect()
