@@ -280,6 +280,7 @@ class Reason(enum.StrEnum):
     REPUBLISHED = "republished"
     REDRIVEN = "redriven"
     PROMOTED = "promoted"
+    NEWER_DATA = "newer_data"
     # An HTTP response
     HTTP = "http"
     RETRY_AFTER = "retry_after"

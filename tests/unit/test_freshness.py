@@ -20,6 +20,7 @@ def judge(
     accepted: float,
     now: float | None = None,
     drop: bool = False,
+    other_data: bool = False,
 ) -> Verdict:
     return decide(
         claim,
@@ -29,6 +30,7 @@ def judge(
         window=60.0,
         settle=2.0,
         drop=drop,
+        other_data=other_data,
     )
 
 
@@ -119,3 +121,19 @@ def test_no_other_event_fetches_a_url_before_the_window_has_ended(
     ):
         assert claim.ended
         assert now >= claim.began + 60.0
+
+
+@pytest.mark.parametrize(
+    ("claim", "after", "delayed", "dropped"),
+    [
+        (DONE, 1.0, Delay(BEGAN + 60, True), Duplicate("o")),
+        (DONE, 60.0, Take(), Take()),
+        (Claim("o", BEGAN, True, "n"), 1.0, Duplicate("n"), Duplicate("o")),
+    ],
+)
+def test_an_event_with_other_data_than_an_ended_owner_read_is_a_later_event(
+    claim: Claim, after: float, delayed: Verdict, dropped: Verdict
+) -> None:
+    at = BEGAN + after
+    assert judge(claim, accepted=at, other_data=True) == delayed
+    assert judge(claim, accepted=at, other_data=True, drop=True) == dropped

@@ -47,6 +47,11 @@ RECORDED = [
     (Reason.REPUBLISHED, "published again: the broker had lost its message", "ca82b1dba66f"),
     (Reason.REDRIVEN, "redriven", "5666006ed1c2"),
     (Reason.PROMOTED, "promoted: shop.test died", "b8be8af71d88"),
+    (
+        Reason.NEWER_DATA,
+        "reopened: shop.test was extracted with older event data",
+        "47bf85e1b917",
+    ),
     (Reason.HTTP, "HTTP shop.test", "29bc90154832"),
     (Reason.RETRY_AFTER, "HTTP shop.test, retry after 7 s", "9a4bdc3ddc5f"),
     (Reason.EMPTY_BODY, "HTTP shop.test with an empty body", "e002e24f8064"),

@@ -8,6 +8,7 @@ import traceback
 import types
 from pathlib import Path
 
+from penstock.authoring.own_files import hash_files
 from penstock.authoring.pipeline import Pipeline
 from penstock.errors import ConfigError
 
@@ -39,6 +40,7 @@ def load(path: str | Path) -> Pipeline:
         )
     pipeline.check()
     pipeline.path = str(path.resolve())
+    pipeline.files_hash = hash_files(path, source)
     return pipeline
 
 

@@ -38,8 +38,12 @@ class Page:
         requested_url: str | None = None,
     ) -> None:
         self.url, self.body, self.status, self.fetched_at = url, body, status, fetched_at
-        self.headers: dict[str, str] = {k.lower(): v for k, v in headers.items()} if headers else {}
+        self._headers: dict[str, str] = (
+            {k.lower(): v for k, v in headers.items()} if headers else {}
+        )
         self._event: Event | bytes | None = event
+        # True after user code has read the event or the headers. Then the result depends on them.
+        self.event_was_read = self.headers_were_read = False
         self._parsed: Selector | None = None
         self.requested_url = requested_url or url
         # URLs from follow(). They are canonical and are not joined again.
@@ -64,11 +68,25 @@ class Page:
         An event as JSON bytes is decoded when `event` is first read.
         """
         page = cls(url, body, status=status, fetched_at=fetched_at, requested_url=requested_url)
-        page.headers, page._event = dict(headers), event
+        page._headers, page._event = dict(headers), event
         return page
 
     @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the response, with names in lower case.
+
+        A page whose headers are read is extracted at each visit, also if its bytes are the same.
+        """
+        self.headers_were_read = True
+        return self._headers
+
+    @property
     def event(self) -> Event | None:
+        """The event that caused the visit, with the payload of its source in `event.data`.
+
+        If it is read, the page is extracted again when the data changes.
+        """
+        self.event_was_read = True
         if type(self._event) is bytes:
             self._event = _decode_event(self._event)
         return self._event  # type: ignore[return-value]  # bytes were decoded above
@@ -91,7 +109,7 @@ class Page:
             # Imported here: the parser is large, and most processes never parse.
             from penstock.authoring.selectors import parse
 
-            self._parsed = parse(self.body, self.headers.get("content-type"))
+            self._parsed = parse(self.body, self._headers.get("content-type"))
         return self._parsed
 
     def forget(self) -> None:
@@ -105,7 +123,7 @@ class Page:
     def text(self) -> str:
         from penstock.authoring.selectors import decode
 
-        return decode(self.body, self.headers.get("content-type"))
+        return decode(self.body, self._headers.get("content-type"))
 
     def css(self, query: str) -> SelectorList:
         return self._document.css(query)

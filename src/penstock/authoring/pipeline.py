@@ -114,6 +114,7 @@ class Pipeline:
     def __init__(self, name: str) -> None:
         self.name = _check_name(name, "the pipeline")
         self.path: str | None = None  # the file it was loaded from, for child processes
+        self.files_hash = ""  # of that file and of the modules it imports from its folder
         self._extractors: list[Extractor] = []
         self._sinks: list[SinkSpec] = []
         self._sources: list[SourceSpec] = []
@@ -344,12 +345,12 @@ class Pipeline:
             if e.fits(url) or (requested is not None and requested != url and e.fits(requested))
         ]
 
-    def signature(self, url: str) -> str:
-        """Return `name@version,…` of the extractors for this URL.
+    def signature(self, url: str, requested: str | None = None) -> str:
+        """Return `name@version,…#HASH` of the extractors for this page and of the loaded files.
 
         If the signature has changed, an unchanged page is extracted again.
         """
-        return ",".join([e.label for e in self._extractors if e.fits(url)])
+        return ",".join([e.label for e in self.matching(url, requested)]) + "#" + self.files_hash
 
     def check(self) -> None:
         """Check the declarations that depend on each other, after all of them were made."""

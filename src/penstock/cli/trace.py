@@ -21,6 +21,7 @@ from penstock.errors import BadEnvelope
 from penstock.model import Event, decode_event
 from penstock.operate.figures import iso, lasting, moment, plural, short, size
 from penstock.ports.reports import EventRow, Letter, Step
+from penstock.rules.dependencies import labels_of
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -187,7 +188,7 @@ def row_document(row: EventRow) -> dict[str, Any]:
         "response_status": row.response_status,
         "response_hash": row.response_hash,
         "worker": row.worker,
-        "extractors": row.extractors or "",
+        "extractors": labels_of(row.extractors or ""),
         "page": row.page,
         "duplicate_of": row.duplicate_of,
     }
@@ -355,8 +356,9 @@ def _lines(f: Found, now: float) -> list[Text]:
             ", …" if len(f.records) > 5 else ""
         )
         lines.append(Text(plain(f"{plural(len(f.records), 'record')}: {listed}")))
-    if row.extractors and not f.records and row.status == "success":
-        lines.append(Text(plain(f"extractors {row.extractors}"), "dim"))
+    labels = labels_of(row.extractors or "")
+    if labels and not f.records and row.status == "success":
+        lines.append(Text(plain(f"extractors {labels}"), "dim"))
     if f.letter:
         lines.append(
             Text.assemble(

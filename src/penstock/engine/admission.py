@@ -29,6 +29,7 @@ from penstock.ports import (
     UnitOfWork,
 )
 from penstock.rules import freshness
+from penstock.rules.dependencies import read_other_data
 from penstock.rules.fingerprint import fingerprint
 from penstock.rules.proxies import needs_proxy
 from penstock.rules.reasons import sentence
@@ -227,17 +228,16 @@ class Admission:
     ) -> freshness.Take | freshness.Duplicate | freshness.Delay:
         s = self.settings
         window = e.window if e.window is not None else s.follow_window if e.parent else s.window
-        drop = (
-            (s.drop or e.parent is not None) if e.window_mode is None else e.window_mode == "drop"
-        )
+        claim = tx.lookup.claim_progress(holder.owner, holder.next)
         return freshness.decide(
-            tx.lookup.claim_progress(holder.owner, holder.next),
+            claim,
             e.id,
             accepted=state.accepted_at,
             now=now,
             window=window,
             settle=s.settle,
-            drop=drop,
+            drop=s.drops(e),
+            other_data=claim is not None and read_other_data(claim.extractors, e.data),
         )
 
     def _apply_freshness(

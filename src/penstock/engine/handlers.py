@@ -32,6 +32,7 @@ from penstock.ports import (
     Response,
 )
 from penstock.rules import retry
+from penstock.rules.dependencies import are_unchanged, dependencies
 from penstock.rules.reasons import sentence
 
 CRASHES_BEFORE_ISOLATION = 2  # crashed starts. Then the page is extracted alone, in a child.
@@ -58,7 +59,7 @@ class Handlers:
         extraction: Extraction | None,
         suspects: Extraction | None,
         pages: PageStore,
-        signature: Callable[[str], str],
+        signature: Callable[[str, str], str],
         policies: Mapping[tuple[str, ErrorClass], retry.Policy],
         emit_unchanged: bool,
     ) -> None:
@@ -86,7 +87,7 @@ class Handlers:
         """Start the first stage of an event. Every exception becomes an end of the event."""
         try:
             if item.needs_request:
-                self._request(item, self._usable_baseline(item))
+                self._request(item, item.admitted.baseline)
                 return
             if self._first != "sink":
                 item.task = asyncio.create_task(self._load_page(item))
@@ -169,16 +170,6 @@ class Handlers:
 
     # -- fetching ----------------------------------------------------------------------------------
 
-    def _usable_baseline(self, item: InflightEvent) -> Baseline | None:
-        """Return the baseline for a conditional request, or None if a 304 would not help.
-
-        A 304 helps if the page is stored, or if the same extractors have already extracted it.
-        """
-        b = item.admitted.baseline
-        if b is not None and (b.page or b.extractors == self._signature(item.event.url)):
-            return b
-        return None
-
     def _request(
         self, item: InflightEvent, baseline: Baseline | None, *, again: bool = False
     ) -> None:
@@ -202,7 +193,7 @@ class Handlers:
             b = item.admitted.baseline
             if answer.status != 304 or b is None:
                 self._on_page(item, answer)
-            elif b.extractors != self._signature(item.event.url):
+            elif not self._is_up_to_date(item, b, answer):
                 item.task = asyncio.create_task(self._extract_again(item, b, answer))
                 return
             else:
@@ -219,7 +210,7 @@ class Handlers:
         self._finish(item)
 
     async def _extract_again(self, item: InflightEvent, b: Baseline, r: Response) -> None:
-        """Extract the stored page after a 304, because the extractors have changed.
+        """Extract the stored page after a 304, because something else has changed.
 
         Fetch the page without conditions if it is not stored.
         """
@@ -229,7 +220,9 @@ class Handlers:
                 item.admitted.baseline = None
                 self._request(item, None, again=True)
                 return
-            self._on_page(item, msgspec.structs.replace(r, status=200, body=body))
+            # A 304 has only the headers that changed.
+            headers = {**b.headers, **r.headers}
+            self._on_page(item, msgspec.structs.replace(r, status=200, headers=headers, body=body))
         except (Exception, asyncio.CancelledError) as e:
             self._on_error(item, "fetch", e)
         self._finish(item)
@@ -250,14 +243,25 @@ class Handlers:
         if (
             b is not None
             and b.response_hash == hash_
-            and b.extractors == self._signature(item.event.url)
             and not self._emit_unchanged
+            and self._is_up_to_date(item, b, r)
         ):
             self._recorder.end(
                 item, "success", reason=sentence(Reason.UNCHANGED), extractors=b.extractors
             )
         else:
             self._pass_on(item)
+
+    def _is_up_to_date(self, item: InflightEvent, b: Baseline, r: Response) -> bool:
+        """Return True if an extraction of the same page would give what the last one gave."""
+        event = item.event
+        return are_unchanged(
+            b.extractors,
+            self._signature(r.url, event.url),
+            url=r.url,
+            requested_url=event.url,
+            data=event.data,
+        )
 
     async def _load_page(self, item: InflightEvent) -> None:
         """Load a page that the ledger knows. It is never fetched again.
@@ -330,8 +334,20 @@ class Handlers:
                 self._recorder.fail(item, "extract", f)
             return
         for item, result in zip(items, results, strict=True):
+            item.depends_on = self._dependencies(item, result)
             self._on_extracted(item, result)
         self._flush_if_idle(own_tasks=1)
+
+    def _dependencies(self, item: InflightEvent, x: Extracted) -> str:
+        assert item.meta is not None
+        url, event = item.meta.url, item.event
+        return dependencies(
+            self._signature(url, event.url),
+            url=url,
+            requested_url=event.url,
+            data=event.data if x.read_event else None,
+            headers=x.read_headers,
+        )
 
     def _on_extracted(self, item: InflightEvent, x: Extracted) -> None:
         """End an event with its extraction result, or publish the result on `records`."""
@@ -348,6 +364,7 @@ class Handlers:
                 records=x.records,
                 links=x.links,
                 matched=x.matched,
+                depends_on=item.depends_on,
             )
             self._publish(item, "writing", "records", message.write())
         else:
@@ -360,7 +377,7 @@ class Handlers:
                 reason=reason,
                 records=x.records,
                 links=x.links,
-                extractors=self._signature(item.event.url),
+                extractors=item.depends_on,
             )
 
     def _publish(

@@ -54,6 +54,7 @@ class InflightEvent(msgspec.Struct, eq=False):
     body: bytes = b""
     response: Response | None = None
     extracted: Extracted | None = None
+    depends_on: str = ""  # what `extracted` depended on, as in rules.dependencies
 
 
 def read_delivery(d: Delivery, stage: Stage, host_by: HostKind) -> InflightEvent:
@@ -71,6 +72,7 @@ def read_delivery(d: Delivery, stage: Stage, host_by: HostKind) -> InflightEvent
     item.extracted = Extracted(
         records=message.records, links=message.links, matched=message.matched
     )
+    item.depends_on = message.depends_on
     return item
 
 

@@ -45,6 +45,7 @@ from penstock.ports import (
     UnitOfWork,
 )
 from penstock.rules import breaker
+from penstock.rules.dependencies import read_other_data, reads_data
 from penstock.rules.fingerprint import fingerprint
 from penstock.rules.identity import BadUrl, canonical_url, host_key
 from penstock.rules.masking import mask
@@ -234,6 +235,8 @@ class Lifecycle:
                 if changed:
                     if end.links:
                         self._accept_links(tx, session, end.event, end.links, now, count)
+                    if reads_data(end.extractors):
+                        self._reopen_newer_data(tx, end, now)
                     count["success"] += 1
                     if end.reason:
                         count[end.reason] += 1
@@ -347,6 +350,20 @@ class Lifecycle:
             n, envelope = found
             event, reason = decode_event(envelope), sentence(Reason.PROMOTED, dead.id)
             requeue(tx, n, event, was="duplicate", reason=reason, now=now, promoted=True)
+            tx.events.reassign_duplicates(dead.id, event.id)
+
+    def _reopen_newer_data(self, tx: Transaction, end: End, now: float) -> None:
+        """Reopen the newest duplicate of a success whose extractors have read older event data.
+
+        The duplicate then waits for the end of the freshness window, as a later event does.
+        """
+        found = tx.lookup.newest_duplicate(end.event.id)
+        if found is not None and found[0] > end.row:
+            n, envelope = found
+            event = decode_event(envelope)
+            if not self.settings.drops(event) and read_other_data(end.extractors, event.data):
+                reason = sentence(Reason.NEWER_DATA, end.event.id)
+                requeue(tx, n, event, was="duplicate", reason=reason, now=now)
 
     def _open_breaker(self, tx: Transaction, topic: str, now: float) -> None:
         """Pause the topic if too many of its recent events ended dead."""

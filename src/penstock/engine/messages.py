@@ -117,3 +117,4 @@ class RecordsMessage(Message, frozen=True, kw_only=True, tag="penstock.records.v
     records: list[Record]
     links: list[Link]
     matched: bool
+    depends_on: str = ""  # what the extraction depended on, as in rules.dependencies

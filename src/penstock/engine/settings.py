@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from penstock.model import Event
 from penstock.rules import breaker
 
 Stage = Literal["fetch", "extract", "sink"]
@@ -37,6 +38,12 @@ class LifecycleSettings(msgspec.Struct, frozen=True, kw_only=True):
     sinks: tuple[SinkBinding, ...] = ()
     host_by: HostKind = "host"
     breaker: breaker.Limits = breaker.Limits()
+
+    def drops(self, event: Event) -> bool:
+        """Return True if the event is a duplicate, not delayed, inside the window of its URL."""
+        if event.window_mode is not None:
+            return event.window_mode == "drop"
+        return self.drop or event.parent is not None
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):

@@ -48,7 +48,7 @@ class Worker:
         fetch: PageFetcher | None,
         extraction: Extraction | None,
         suspects: Extraction | None,
-        signature: Callable[[str], str],
+        signature: Callable[[str, str], str],
         policies: dict[tuple[str, ErrorClass], retry.Policy],
         options: Options,
         clock: Clock,

@@ -107,6 +107,7 @@ def run(pipeline: Pipeline, page: Page, *, max_output: int = MAX_OUTPUT) -> Extr
         return Extracted(
             error=_line(_describe_error(e)), kind=ErrorClass.PERMANENT.value, detail=_trace(e)
         )
+    out.read_event, out.read_headers = page.event_was_read, page.headers_were_read
     return out
 
 

@@ -39,7 +39,8 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
     last_modified: str | None = None
     response_hash: str | None = None
     page: str | None = None  # id of the page in the page store (a hash)
-    extractors: str = ""  # extractors of its records, as "name@version,…"
+    extractors: str = ""  # what its extraction depended on, as in rules.dependencies
+    headers: Mapping[str, str] = {}
 
 
 class Admitted(msgspec.Struct, kw_only=True):
@@ -95,7 +96,7 @@ class End(msgspec.Struct, kw_only=True):
     meta: PageMeta | None = None
     records: Sequence[Record] = ()
     links: Sequence[Link] = ()
-    extractors: str = ""
+    extractors: str = ""  # what the extraction depended on, as in rules.dependencies
     response_status: int | None = None
     response_hash: str | None = None
     charged: bool = True  # a retry adds an attempt

@@ -10,12 +10,14 @@ import msgspec
 from penstock.model import Event, Link, Reason, Record
 
 
-class Extracted(msgspec.Struct, kw_only=True):
+class Extracted(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Result of the user's code for one page. If `error` is set, there are no records and links."""
 
     records: list[Record] = []
     links: list[Link] = []
     matched: bool = True  # False if no extractor matches the URL
+    read_event: bool = False  # an extractor has read the event
+    read_headers: bool = False  # an extractor has read the headers of the response
     error: str = ""  # error message of one line
     code: Reason | None = None  # of the error, if it is not an error of the user's code
     kind: str = ""  # value of an ErrorClass

@@ -111,6 +111,9 @@ class Events(Protocol):
     def mark_duplicate(self, event: Event, was: EventState, of: str, now: float) -> None:
         """End an event as the duplicate of the event `of`."""
 
+    def reassign_duplicates(self, owner: str, to: str) -> None:
+        """Make the duplicates of the event `owner` duplicates of the event `to`."""
+
     def delay(self, event: Event, was: EventState, until: float, reason: str, now: float) -> None:
         """Delay an event that was not started."""
 
@@ -164,6 +167,9 @@ class EventLookup(Protocol):
 
         Return None if there is no duplicate, or if `owner` was promoted itself.
         """
+
+    def newest_duplicate(self, owner: str) -> tuple[int, bytes] | None:
+        """Return (n, envelope) of the newest duplicate of `owner`, or None if it has none."""
 
     def add_to_trace(self, trace: str, url_key: bytes, now: float) -> bool:
         """Add a URL to a trace. Return False if the trace has it."""

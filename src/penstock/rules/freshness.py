@@ -18,6 +18,7 @@ class Claim(msgspec.Struct, frozen=True):
     began: float
     ended: bool
     next: str | None = None  # the event that is delayed to the end of the window
+    extractors: str = ""  # what the extraction of an ended owner depended on
 
 
 class Take(msgspec.Struct, frozen=True):
@@ -46,11 +47,13 @@ def decide(
     window: float,
     settle: float,
     drop: bool = False,
+    other_data: bool = False,
 ) -> Verdict:
     """Decide if the event takes the claim, is a duplicate, or is delayed.
 
     An event accepted before the owner's GET, or within `settle` seconds after it, is a duplicate:
-    another GET would return nothing new for it.
+    another GET would return nothing new for it. It is not a duplicate if the extraction of the
+    owner has read event data that differs from the event's own (`other_data`).
     """
     if claim is None or claim.owner == event_id:
         return Take()
@@ -61,7 +64,7 @@ def decide(
         if not claim.ended:
             return Delay(max(ends, now + BUSY_RECHECK_DELAY), becomes_next=False)
         return Take() if now >= ends else Delay(ends, becomes_next=False)
-    if accepted <= claim.began + settle:
+    if accepted <= claim.began + settle and not other_data:
         return Duplicate(claim.owner)
     if claim.ended and now >= ends:
         return Duplicate(claim.next) if claim.next else Take()

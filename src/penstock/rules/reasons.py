@@ -26,6 +26,7 @@ SENTENCES: dict[Reason, str] = {
     Reason.REPUBLISHED: "published again: the broker had lost its message",
     Reason.REDRIVEN: "redriven",
     Reason.PROMOTED: "promoted: {} died",
+    Reason.NEWER_DATA: "reopened: {} was extracted with older event data",
     Reason.HTTP: "HTTP {}",
     Reason.RETRY_AFTER: "HTTP {}, retry after {:.0f} s",
     Reason.EMPTY_BODY: "HTTP {} with an empty body",

@@ -214,6 +214,13 @@ class SqlEvents(LedgerTable):
         self._record(was.n, now, "duplicate", reason=reason)
         self._count(event.topic, {was.status: -1, "duplicate": 1})
 
+    def reassign_duplicates(self, owner: str, to: str) -> None:
+        """Make the duplicates of one event duplicates of another."""
+        self._tx.execute(
+            "UPDATE event SET duplicate_of=? WHERE duplicate_of=? AND status='duplicate'",
+            (to, owner),
+        )
+
     def delay(self, event: Event, was: EventState, until: float, reason: str, now: float) -> None:
         """Delay an event that was not started."""
         self._tx.execute(

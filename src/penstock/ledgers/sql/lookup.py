@@ -54,15 +54,24 @@ class SqlEventLookup(LedgerTable):
         The claim is free if the owner is dead, is a duplicate, was deleted by retention, or has not
         started a request.
         """
-        row = self._tx.execute("SELECT n, status, asked_at FROM event WHERE id=?", (event_id,)).get
+        row = self._tx.execute(
+            "SELECT n, status, asked_at, extractors FROM event WHERE id=?", (event_id,)
+        ).get
         if row is None or row[1] in ("dead", "duplicate") or row[2] is None:
             return None
-        n, status, asked_at = row
+        n, status, asked_at, extractors = row
         waits = (
             status in ("pending", "delayed")
             and self._tx.execute("SELECT 1 FROM fetched WHERE event=?", (n,)).get is None
         )
-        return Claim(event_id, 0.0 if waits else asked_at, status == "success", next_)
+        ended = status == "success"
+        return Claim(
+            event_id,
+            0.0 if waits else asked_at,
+            ended,
+            next_,
+            (ended and extractors) or "",
+        )
 
     def baseline(self, event_id: str) -> Baseline | None:
         """Return the result of a success, for conditional requests and change detection.
@@ -83,6 +92,7 @@ class SqlEventLookup(LedgerTable):
             response_hash=row[0],
             page=row[0],
             extractors=row[2] or "",
+            headers=headers,
         )
 
     def is_fresh(self, owner: str, since: float) -> bool:
@@ -126,6 +136,14 @@ class SqlEventLookup(LedgerTable):
         row: tuple[int, bytes] | None = self._tx.execute(
             "SELECT e.n, v.body FROM event e JOIN envelope v ON v.event=e.n"
             " WHERE e.duplicate_of=? AND e.status='duplicate' ORDER BY e.n LIMIT 1",
+            (owner,),
+        ).get
+        return row
+
+    def newest_duplicate(self, owner: str) -> tuple[int, bytes] | None:
+        row: tuple[int, bytes] | None = self._tx.execute(
+            "SELECT e.n, v.body FROM event e JOIN envelope v ON v.event=e.n"
+            " WHERE e.duplicate_of=? AND e.status='duplicate' ORDER BY e.n DESC LIMIT 1",
             (owner,),
         ).get
         return row
