@@ -36,6 +36,12 @@ class Unreachable(PenstockError):
     exit_code = UNREACHABLE
 
 
+class StoreRefused(PenstockError):
+    """The store has another version, or workers of another version use it. Nothing was changed."""
+
+    exit_code = CONFIGURATION
+
+
 class BadEnvelope(PenstockError):
     """Bytes on a topic are not an event of a known version."""
 

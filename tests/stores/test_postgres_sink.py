@@ -62,7 +62,7 @@ class Place:
     def store(self) -> PostgresStore:
         """Open a store like the ledger's. It uses the same schema, so that one DROP removes all."""
         made = PostgresStore(self.url, namespace=self.schema)
-        made.part("nothing", 1, "")
+        made.part("nothing", "")
         self.stores.append(made)
         return made
 

@@ -15,10 +15,11 @@ import pytest
 from psycopg import sql
 from tests.servers import Handle
 
-from penstock.errors import PenstockError, StoreUnavailable, Unreachable
+from penstock.errors import PenstockError, StoreRefused, StoreUnavailable
 from penstock.ledgers.postgres import WEEK, PostgresLedger
 from penstock.ledgers.sql.maintenance import SqlEventMaintenance
 from penstock.ports import Status
+from penstock.stores.migrations.versions import newest
 from penstock.stores.postgres import store as postgres
 from penstock.stores.postgres.store import PostgresStore
 from penstock.stores.sql import Tx
@@ -39,10 +40,10 @@ class Place:
         self.url, self.namespace = url, f"test_{secrets.token_hex(6)}"
         self.stores: list[PostgresStore] = []
 
-    def open(self, *, version: int = 1, **more: Any) -> PostgresStore:
+    def open(self, **more: Any) -> PostgresStore:
         store = PostgresStore(self.url, namespace=self.namespace, **more)
         self.stores.append(store)
-        store.part("test", version, SCHEMA)
+        store.part("test", SCHEMA)
         return store
 
     def ask(self, query: str) -> list[Any]:
@@ -248,14 +249,13 @@ def test_commands_without_an_event_loop_can_write_and_read(place: Place) -> None
 
 
 def test_tables_of_another_version_are_refused_and_not_changed(place: Place) -> None:
-    place.open(version=2).write_now(put("a"))
-    for version, age in ((1, "a newer"), (3, "an older")):
-        with pytest.raises(
-            Unreachable,
-            match=f"version 2, this Penstock knows {version}; they were written by {age} release",
-        ):
-            place.open(version=version)
-    assert place.open(version=2).read_now(pots) == {"a": 1}
+    place.open().write_now(put("a"))
+    for change, age in ((1, "A newer release"), (-1, "an older release")):
+        place.ask(f"UPDATE part SET version={newest() + change} WHERE name='store'")
+        with pytest.raises(StoreRefused, match=f"store version {newest() + change}.*{age}"):
+            place.open()
+    place.ask(f"UPDATE part SET version={newest()} WHERE name='store'")
+    assert place.open().read_now(pots) == {"a": 1}
 
 
 def test_concurrent_first_starts_all_succeed(place: Place) -> None:
@@ -388,7 +388,7 @@ def opening(url: str, namespace: str = "penstock_test") -> PenstockError:
     store = PostgresStore(url, namespace=namespace)
     try:
         with pytest.raises(PenstockError) as caught:
-            store.part("test", 1, SCHEMA)
+            store.part("test", SCHEMA)
         return caught.value
     finally:
         store.close_now()
@@ -433,7 +433,7 @@ def test_a_user_that_owns_the_schema_needs_no_other_permission(ann: str, server:
     with psycopg.connect(url, autocommit=True) as connection:
         connection.execute("CREATE SCHEMA penstock_test AUTHORIZATION ann")
     store = PostgresStore(ann, namespace="penstock_test")
-    store.part("test", 1, SCHEMA)
+    store.part("test", SCHEMA)
     store.write_now(put("a"))
     assert store.read_now(pots) == {"a": 1}
     store.close_now()

@@ -86,7 +86,7 @@ class SqlQueue(ABC):
         self.waiters: dict[str, set[asyncio.Event]] = defaultdict(set)  # of receivers, by topic
         self.pruned = 0  # the last position that `prune` has checked
         self._rollbacks = db.rollbacks
-        db.part("broker", 1, schema)
+        db.part("broker", schema)
 
     @abstractmethod
     def bind(self, tx: Tx) -> BoundSqlQueue: ...

@@ -42,7 +42,7 @@ class SqlClaims(HostView):
         super().__init__(clock.now, limits, rng)
         self.db, self.clock = db, clock
         self.pruned = b""  # URL key after which the next prune continues
-        db.part("claims", 1, SCHEMA)
+        db.part("claims", SCHEMA)
 
     # -- pace --------------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ class SqlProxies(ProxyView):
     def __init__(self, db: SqlStore, clock: Clock) -> None:
         super().__init__(clock)
         self.db = db
-        db.part("proxies", 1, SCHEMA)
+        db.part("proxies", SCHEMA)
 
     async def _change(
         self,

@@ -48,7 +48,7 @@ class PostgresPages(RemotePages):
     def __init__(self, db: PostgresStore, clock: Clock, *, shared: bool) -> None:
         super().__init__(clock)
         self.db, self.shared, self.place = db, shared, db.path
-        db.part("page_bodies", 1, SCHEMA)
+        db.part("page_bodies", SCHEMA)
 
     async def start(self) -> None:
         """Do nothing: the constructor has created the table."""

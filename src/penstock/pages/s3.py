@@ -57,7 +57,7 @@ class S3Pages(RemotePages):
         self._sets_lock = threading.Lock()
         self._removing: set[str] = set()
         self._removed: set[str] = set()
-        db.part("page_objects", 1, SCHEMA)
+        db.part("page_objects", SCHEMA)
 
     async def start(self) -> None:
         """Raises Unreachable if the bucket or a permission is missing, or no server answers."""

@@ -77,7 +77,7 @@ class SegmentStore(Pages):
         self._unsynced: set[str] = set()
         self._disk = ThreadPoolExecutor(1, "penstock-pages")  # runs the syncs, which block
         self._decompressor = zstandard.ZstdDecompressor()
-        db.part("pages", 2, SCHEMA)
+        db.part("pages", SCHEMA)
 
     async def start(self) -> None:
         """Do nothing: the first `stage` creates the directory, and raises if it cannot."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from penstock.config.schema import Config
 from penstock.errors import ConfigError
 from penstock.ports import Clock
+from penstock.stores.migrations.runner import migrate
 from penstock.stores.sql import SqlStore
 from penstock.stores.sqlite import Database
 
@@ -47,9 +48,10 @@ class Context:
             )
         key = path if path == ":memory:" else str(Path(path).absolute())
         if key not in self._databases:
-            self._databases[key] = Database(
+            self._databases[key] = db = Database(
                 key, durability=self.config.durability, inline=self.inline
             )
+            migrate(db)
         return self._databases[key]
 
     def server(self, url: str) -> PostgresStore:

@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-from penstock.errors import StoreUnavailable, Unreachable
+from penstock.errors import StoreUnavailable
+from penstock.stores.migrations.versions import ROWS, STORE, newest, parse, refuse_other
 from penstock.stores.sql import SqlStore, Tx
 
 T = TypeVar("T")
@@ -101,15 +102,25 @@ class GroupCommitStore(SqlStore):
                 hint="open the store again: this process has closed it",
             )
 
-    def _refuse_other_version(self, name: str, found: int, version: int, *, instead: str) -> None:
-        """Raise Unreachable if the tables of part `name` have another version."""
-        if found != version:
-            age = "a newer" if found > version else "an older"
-            raise Unreachable(
-                f"{self.path}: its {name} tables have version {found}, "
-                f"this Penstock knows {version}; they were written by {age} release",
-                hint=f"run that release, or give this one {instead}",
-            )
+    def _has_part(self, tx: Tx, name: str) -> bool:
+        """Return True if the tables of part `name` exist.
+
+        Raises StoreRefused if the store has another version.
+        """
+        version = parse(tx.execute(ROWS).fetchall())
+        if version is None:
+            return False
+        refuse_other(self.path, version, newest())
+        return name in version.parts
+
+    def _create_part(self, tx: Tx, name: str, schema: str) -> None:
+        """Create the tables of part `name` in this transaction, unless another process has."""
+        if not self._has_part(tx, name):
+            if tx.execute(ROWS).get is None:
+                tx.execute("INSERT INTO part VALUES(?,?)", (STORE, newest()))
+            for statement in self.statements(schema):
+                tx.execute(statement).fetchall()
+            tx.execute("INSERT INTO part VALUES(?,?)", (name, newest()))
 
     async def close(self) -> None:
         self.close_now()

@@ -49,11 +49,15 @@ class SqlStore(Protocol):
     def file(self) -> Path | None:
         """The store's file on this machine, or None for a server."""
 
-    def part(self, name: str, version: int, schema: str) -> None:
-        """Create one adapter's tables, or check their version.
+    def part(self, name: str, schema: str) -> None:
+        """Create one adapter's tables if they do not exist.
 
-        Raises Unreachable if the tables have another version. Then they are not changed.
+        Raises StoreRefused if the store has another version. Then it is not changed. The first
+        table of a new store gives it the newest version (see `stores.migrations`).
         """
+
+    def statements(self, script: str) -> list[str]:
+        """Split shared SQL without bindings into statements of this store, with its types."""
 
     def before_commit(self, work: Callable[[], object], /) -> None:
         """Run `work` after the jobs of the transaction, before its COMMIT. Called by a job.

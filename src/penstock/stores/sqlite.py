@@ -80,28 +80,26 @@ class Database(GroupCommitStore):
 
     # -- opening -----------------------------------------------------------------------------------
 
-    def part(self, name: str, version: int, schema: str) -> None:
+    def part(self, name: str, schema: str) -> None:
         """As SqlStore.part."""
-        known, c = "SELECT version FROM part WHERE name=?", self._writer
+        c = self._writer
         try:
-            found = c.execute(known, (name,)).get
-            if found is None:
-                c.execute("BEGIN IMMEDIATE")
-                found = c.execute(known, (name,)).get  # maybe created by another process just now
-                if found is None:
-                    c.execute(schema)
-                    c.execute("INSERT INTO part VALUES(?,?)", (name, version))
-                    found = version
-                c.execute("COMMIT")
+            if self._has_part(c.tx, name):
+                return
+            c.execute("BEGIN IMMEDIATE")
+            self._create_part(c.tx, name, schema)
+            c.execute("COMMIT")
         except apsw.Error as e:
-            if c.in_transaction:
-                c.execute("ROLLBACK")
             raise Unreachable(
                 f"cannot prepare the store {self.path}: {e}", hint="run `penstock doctor`"
             ) from e
-        self._refuse_other_version(
-            name, found, version, instead="a new state directory (PENSTOCK_STATE=…)"
-        )
+        finally:
+            if c.in_transaction:
+                c.execute("ROLLBACK")
+
+    def statements(self, script: str) -> list[str]:
+        """As SqlStore.statements. SQLite runs a script as it is."""
+        return [script]
 
     def lock(self, path: Path) -> FileLock:
         """As SqlStore.lock. A file lock suffices: all processes that share the file are local."""

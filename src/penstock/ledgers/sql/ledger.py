@@ -78,7 +78,7 @@ class SqlLedger:
         # it, so recent keys are cached.
         self.url_key = lru_cache(1 << 13)(partial(url_key, tracking=tracking, canonical=True))
         self.pruned = 0  # row after which the next prune continues
-        db.part("ledger", 1, self.schema)
+        db.part("ledger", self.schema)
 
     # -- statements that each database writes in its own way ---------------------------------------
 

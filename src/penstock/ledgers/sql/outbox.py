@@ -56,7 +56,7 @@ class SqlOutbox:
     @staticmethod
     def create(db: SqlStore) -> None:
         """Create or check the tables."""
-        db.part("outbox", 1, SCHEMA)
+        db.part("outbox", SCHEMA)
 
     # -- records -----------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ CREATE TABLE member(worker TEXT PRIMARY KEY, until REAL NOT NULL) WITHOUT ROWID;
 
 def create(db: SqlStore) -> None:
     """Create or check the tables."""
-    db.part("relay", 1, SCHEMA)
+    db.part("relay", SCHEMA)
 
 
 class SqlOutgoing(SqlTable):

@@ -27,7 +27,7 @@ class SqlSources(SqlTable):
     @staticmethod
     def create(db: SqlStore) -> None:
         """Create or check the tables."""
-        db.part("sources", 1, SCHEMA)
+        db.part("sources", SCHEMA)
 
     def cursor(self, name: str) -> bytes | None:
         body: bytes | None = self._tx.execute("SELECT body FROM cursor WHERE source=?", (name,)).get

@@ -38,7 +38,7 @@ class FleetLock:
     shared = True
 
     def __init__(self, store: PostgresStore, path: Path) -> None:
-        store.part("holder", 1, SCHEMA)
+        store.part("holder", SCHEMA)
         self.path, self.name = path, path.stem
         self._store = store
         self._file = FileLock(path)

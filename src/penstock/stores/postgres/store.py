@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import psycopg
 from psycopg import sql as quoting
 
-from penstock.errors import StoreUnavailable, Unreachable
+from penstock.errors import StoreRefused, StoreUnavailable, Unreachable
 from penstock.stores.group_commit import GroupCommitStore, Job, resolve, take
 from penstock.stores.postgres.connection import Wire, statements
 from penstock.stores.postgres.locks import FleetLock
@@ -95,21 +95,24 @@ class PostgresStore(GroupCommitStore):
         path = quoting.Identifier(self.namespace).as_string(None)
         return Wire(self.address.options, {**SETTINGS, "search_path": path})
 
-    def part(self, name: str, version: int, schema: str) -> None:
+    def part(self, name: str, schema: str) -> None:
         """As SqlStore.part. Processes that start at the same time create tables one by one."""
         try:
             with self._exclusive.lock:
                 wire = self._exclusive.opened()
                 self._prepare(wire)
-                found = wire.execute("SELECT version FROM part WHERE name=?", (name,)).get
-                if found is None:
-                    found = self._create(wire, name, version, schema)
+                if not self._has_part(wire, name):
+                    self._create(wire, name, schema)
         except psycopg.Error as e:
             self._exclusive.drop()
             raise refusal(e, self.address, self.namespace) from e
-        self._refuse_other_version(
-            name, found, version, instead="another namespace (PENSTOCK_NAMESPACE=…)"
-        )
+        except StoreRefused:
+            self._exclusive.drop()
+            raise
+
+    def statements(self, script: str) -> list[str]:
+        """As SqlStore.statements."""
+        return statements(script)
 
     def _prepare(self, wire: Wire) -> None:
         """Check the server's version and create the schema, once per process."""
@@ -141,16 +144,11 @@ class PostgresStore(GroupCommitStore):
             wire.sync()
         self._prepared = True
 
-    def _create(self, wire: Wire, name: str, version: int, schema: str) -> int:
+    def _create(self, wire: Wire, name: str, schema: str) -> None:
         self._begin_alone(wire)
-        found: int | None = wire.execute("SELECT version FROM part WHERE name=?", (name,)).get
-        if found is None:
-            for statement in statements(schema):
-                wire.execute(statement)
-            wire.execute("INSERT INTO part VALUES(?,?)", (name, version))
+        self._create_part(wire, name, schema)
         wire.execute("COMMIT")
         wire.sync()
-        return version if found is None else found
 
     def _begin_alone(self, wire: Wire) -> None:
         wire.execute("BEGIN")
