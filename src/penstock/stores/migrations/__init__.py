@@ -1,0 +1,1 @@
+"""Migrations of a store, one file for each version number."""
