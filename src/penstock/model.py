@@ -255,6 +255,7 @@ class ErrorClass(enum.StrEnum):
     TRANSIENT = "transient"
     BLOCKED = "blocked"
     PERMANENT = "permanent"
+    NOT_FOUND = "not_found"  # 404 or 410 of a URL without an earlier success
     POISON = "poison"
     OURS = "ours"
 
@@ -361,7 +362,9 @@ class Failure(Exception):
     """Failure of a stage that is expected. Any other exception is a bug.
 
     A bug is retried as transient, and its traceback is stored. `reason` is the sentence that is
-    stored, and `code` is its meaning for programs.
+    stored, and `code` is its meaning for programs. `waits_for` names what the event waits for if
+    time alone does not help, for example "host:shop.example". Then the event is delayed, and no
+    attempt is charged.
     """
 
     def __init__(
@@ -373,10 +376,12 @@ class Failure(Exception):
         after: float | None = None,
         status: int | None = None,
         detail: str = "",
+        waits_for: str = "",
     ) -> None:
         super().__init__(reason)
         self.kind, self.reason, self.code = kind, reason, code
         self.after, self.status, self.detail = after, status, detail
+        self.waits_for = waits_for
 
 
 class Ack(msgspec.Struct, frozen=True, tag=True):

@@ -298,6 +298,7 @@ def assert_books_balance(r: Rig) -> None:
         for t, s, n in r.sql("SELECT topic, status, count(*) FROM event GROUP BY topic, status")
     }
     r.assert_queued()
+    assert r.sql("SELECT id FROM event WHERE waits_for IS NOT NULL AND status<>'delayed'") == []
     assert r.sql("SELECT id FROM event WHERE status='duplicate' AND duplicate_of IS NULL") == []
     assert (
         r.sql("SELECT id FROM event WHERE status NOT IN ('duplicate') AND duplicate_of IS NOT NULL")

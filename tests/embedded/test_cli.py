@@ -769,7 +769,7 @@ def test_a_paused_topic_is_shown_and_resuming_closes_the_breaker(ran: Shop, tmp_
     assert "penstock topics resume requests" in shop("status").out
     assert shop("topics", "resume", "requests").code == 0
     assert shop("status", "--json").json["breaker"] == "closed"
-    assert shop.sql("SELECT count(*) FROM tally") == [(0,)]
+    assert shop.sql("SELECT count(*) FROM ends") == [(0,)]
     assert [
         t["paused"]
         for t in shop("topics", "ls", "--json").json["topics"]

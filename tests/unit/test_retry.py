@@ -38,7 +38,7 @@ def test_an_event_is_dead_after_three_retries(stage: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("kind", [ErrorClass.PERMANENT, ErrorClass.POISON])
+@pytest.mark.parametrize("kind", [ErrorClass.PERMANENT, ErrorClass.NOT_FOUND, ErrorClass.POISON])
 def test_permanent_and_poison_failures_are_not_retried(kind: ErrorClass) -> None:
     assert judge(kind, 0).dead
 

@@ -269,7 +269,7 @@ def _pause(common: Common, topic: str, reason: str | None) -> None:
             known = tx.queue.pause(topic, reason)
             if reason is None:
                 # Otherwise the next dead event would open the breaker again.
-                tx.counters.reset_ends(topic)
+                tx.counters.reset_ends(f"topic:{topic}")
             return known
 
         if not stores.uow.write_now(work):

@@ -254,8 +254,9 @@ class Lifecycle:
         for topic, count in delta.items():
             tx.counters.add(topic, count)
             if count["success"] or count["dead"]:
-                ended = count["success"] + count["dead"]
-                tx.counters.record_ends(topic, ended, count["dead"], now)
+                what = f"topic:{topic}"
+                ends_by_class = {(what, ""): count["success"], (what, "dead"): count["dead"]}
+                tx.counters.record_ends(ends_by_class, now)
             if count["dead"]:
                 self._open_breaker(tx, topic, now)
         tx.queue.settle(settles)
@@ -368,7 +369,8 @@ class Lifecycle:
     def _open_breaker(self, tx: Transaction, topic: str, now: float) -> None:
         """Pause the topic if too many of its recent events ended dead."""
         limits = self.settings.breaker
-        ended, dead = tx.counters.recent_ends(topic, limits.window, now)
+        recent = tx.counters.recent_ends(f"topic:{topic}", limits.window, now)
+        ended, dead = sum(recent.values()), sum(recent.values()) - recent.get("", 0)
         if breaker.judge(limits, ended, dead) == "open":
             tx.queue.pause(topic, sentence(Reason.BREAKER, dead, ended, limits.window))
 

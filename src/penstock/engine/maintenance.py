@@ -46,10 +46,10 @@ class Maintenance:
     def alerts(self, tx: Transaction) -> dict[str, tuple[int, int]]:
         """Return (ended, dead) of each topic whose share of dead events exceeds a limit."""
         now, limits = self._clock.now(), self._settings.breaker
-        recent = {
-            topic: tx.counters.recent_ends(topic, limits.window, now)
-            for topic in tx.counters.topics()
-        }
+        recent = {}
+        for topic in tx.counters.topics():
+            ends = tx.counters.recent_ends(f"topic:{topic}", limits.window, now)
+            recent[topic] = sum(ends.values()), sum(ends.values()) - ends.get("", 0)
         return {topic: seen for topic, seen in recent.items() if breaker.judge(limits, *seen)}
 
     async def reclaim(self, directory: Path) -> list[str]:

@@ -24,6 +24,8 @@ from penstock.rules.fingerprint import fingerprint
 from penstock.rules.proxies import PoolExhausted
 from penstock.rules.reasons import sentence
 
+# Seconds after which an event that waits for an operator, a route or a budget is tried again.
+WAIT = 24 * 3600.0
 log = logging.getLogger("penstock.worker")
 
 
@@ -90,6 +92,17 @@ class Recorder:
         if item.state is State.OUTCOME:
             return  # it has ended, for example before its handler was cancelled
         now, max_age = self._clock.now(), self._options.max_age
+        if f.waits_for:
+            self.end(
+                item,
+                "park",
+                reason=_clean(f.reason),
+                until=now + (f.after or WAIT),
+                waits_for=f.waits_for,
+                stage=stage,
+                error_class=f.kind,
+            )
+            return
         # The host or its proxies are blocked. No request was sent, so no attempt is charged.
         if f.kind is ErrorClass.THROTTLED and f.status is None:
             if not isinstance(f, PoolExhausted) or now - item.event.accepted_at <= max_age:

@@ -26,7 +26,7 @@ CREATE TABLE history(event INTEGER NOT NULL, at INTEGER NOT NULL, status TEXT NO
 CREATE TABLE history_rest PARTITION OF history DEFAULT;
 -- A few rows that change often. In a block with free space, the server reuses old row versions.
 ALTER TABLE counter SET (fillfactor=20);
-ALTER TABLE tally SET (fillfactor=20);
+ALTER TABLE ends SET (fillfactor=20);
 ALTER TABLE event SET (fillfactor=70);
 """
 

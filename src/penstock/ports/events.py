@@ -93,6 +93,8 @@ class End(msgspec.Struct, kw_only=True):
     detail: str = ""  # traceback or other details, for the dead letter
     fingerprint: str = ""
     until: float = 0.0  # time until which a retried or parked event is delayed
+    # What a delayed event waits for if time alone does not help, for example "host:shop.example".
+    waits_for: str = ""
     meta: PageMeta | None = None
     records: Sequence[Record] = ()
     links: Sequence[Link] = ()

@@ -114,8 +114,17 @@ class Events(Protocol):
     def reassign_duplicates(self, owner: str, to: str) -> None:
         """Make the duplicates of the event `owner` duplicates of the event `to`."""
 
-    def delay(self, event: Event, was: EventState, until: float, reason: str, now: float) -> None:
-        """Delay an event that was not started."""
+    def delay(
+        self,
+        event: Event,
+        was: EventState,
+        until: float,
+        reason: str,
+        now: float,
+        *,
+        waits_for: str = "",
+    ) -> None:
+        """Delay an event that was not started. See `End.waits_for`."""
 
     def reopen(
         self,
@@ -209,7 +218,13 @@ class EventMaintenance(Protocol):
         """Return (n, position) of the host's delayed events with one of these reasons."""
 
     def make_due(self, rows: Sequence[int], now: float) -> None:
-        """End the delay of these events now."""
+        """End the delay of these events now. They no longer wait for an operator."""
+
+    def waits(self) -> dict[str, int]:
+        """Return how many open events wait for each cause that time alone does not end.
+
+        Reads only these events.
+        """
 
     def prune(self, before: float, keep: Callable[[bytes, str], bool]) -> int:
         """Delete a part of the events that ended before `before`, with their history.
@@ -237,14 +252,18 @@ class Counters(Protocol):
     def topics(self) -> list[str]:
         """Return the topics that have counters."""
 
-    def record_ends(self, topic: str, ended: int, dead: int, now: float) -> None:
-        """Add to the recent ends, which the breaker reads."""
+    def record_ends(self, ends: Mapping[tuple[str, str], int], now: float) -> None:
+        """Add to the recent ends, which the breaker reads.
 
-    def recent_ends(self, topic: str, seconds: float, now: float) -> tuple[int, int]:
-        """Return (ended, dead) of the last `seconds`."""
+        `ends` has the number of ends by (what, class). `what` is "topic:NAME", "host:HOST" or
+        "extractor:NAME". The class is that of dead events, and "" for other ends.
+        """
 
-    def reset_ends(self, topic: str) -> None:
-        """Delete the recent ends of a topic."""
+    def recent_ends(self, what: str, seconds: float, now: float) -> dict[str, int]:
+        """Return the ends of the last `seconds` by class."""
+
+    def reset_ends(self, what: str) -> None:
+        """Delete the recent ends of a topic, host or extractor."""
 
     def entered(self) -> int | None:
         """Return how many events were ever inserted, or None if the store does not count them."""

@@ -39,6 +39,7 @@ def table(
             budget=budget, base=3 * base, cap=cap, next_route=next_pool
         ),
         ("*", ErrorClass.PERMANENT): Policy(budget=0, base=base, cap=cap),
+        ("*", ErrorClass.NOT_FOUND): Policy(budget=0, base=base, cap=cap),
         # The child exited while the page ran alone, so a retry would not help.
         ("*", ErrorClass.POISON): Policy(budget=0, base=base, cap=cap),
         ("*", ErrorClass.OURS): Policy(budget=0, base=1.0, cap=30.0, free=True),

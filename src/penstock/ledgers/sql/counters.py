@@ -38,27 +38,28 @@ class SqlCounters(LedgerTable):
         """Return the topics that have a counter."""
         return [topic for (topic,) in self._tx.execute("SELECT DISTINCT topic FROM counter")]
 
-    def record_ends(self, topic: str, ended: int, dead: int, now: float) -> None:
-        self._tx.execute(
-            "INSERT INTO tally VALUES(?,?,?,?) ON CONFLICT(topic, bucket) DO UPDATE"
-            " SET ended=tally.ended+excluded.ended, dead=tally.dead+excluded.dead",
-            (topic, int(now / TALLY_SECONDS), ended, dead),
+    def record_ends(self, ends: Mapping[tuple[str, str], int], now: float) -> None:
+        bucket = int(now / TALLY_SECONDS)
+        # In the same order everywhere, so that transactions do not wait for each other in a circle.
+        self._tx.executemany(
+            "INSERT INTO ends VALUES(?,?,?,?) ON CONFLICT(what, bucket, class) DO UPDATE"
+            " SET n=ends.n+excluded.n",
+            [(what, bucket, kind, n) for (what, kind), n in sorted(ends.items()) if n],
         )
 
-    def recent_ends(self, topic: str, seconds: float, now: float) -> tuple[int, int]:
-        """Return (ended, dead) events of the last `seconds`."""
-        row = self._tx.execute(
-            "SELECT coalesce(sum(ended),0), coalesce(sum(dead),0) FROM tally WHERE topic=?"
-            " AND bucket>?",
-            (topic, int((now - seconds) / TALLY_SECONDS)),
-        ).get
-        return int(row[0]), int(row[1])
+    def recent_ends(self, what: str, seconds: float, now: float) -> dict[str, int]:
+        """Return the ends of the last `seconds` by class."""
+        rows = self._tx.execute(
+            "SELECT class, sum(n) FROM ends WHERE what=? AND bucket>? GROUP BY class",
+            (what, int((now - seconds) / TALLY_SECONDS)),
+        )
+        return {kind: int(n) for kind, n in rows}
 
     def add(self, topic: str, deltas: Mapping[str, int]) -> None:
         self._count(topic, deltas)
 
-    def reset_ends(self, topic: str) -> None:
-        self._tx.execute("DELETE FROM tally WHERE topic=?", (topic,))
+    def reset_ends(self, what: str) -> None:
+        self._tx.execute("DELETE FROM ends WHERE what=?", (what,))
 
     def entered(self) -> int | None:
         return self._ledger.entered(self._tx)

@@ -106,8 +106,9 @@ class SqlEvents(LedgerTable):
                 states[n] = status, fence + 1  # the batch may contain the event twice
                 fences[i] = fence + 1
                 delta[starts[i].event.topic, was] -= 1
+        # Only a delayed event waits for something, and it is among these.
         self._tx.executemany(
-            _BEGIN,
+            _BEGIN.replace(" WHERE", ", waits_for=NULL WHERE"),
             [
                 (status, fences[i], worker, now, asked[i], starts[i].n)
                 for i in others
@@ -157,12 +158,13 @@ class SqlEvents(LedgerTable):
     def postpone(self, end: End, now: float, *, status: Literal["delayed", "pending"]) -> bool:
         """Set an event back. Only a charged retry adds an attempt."""
         self._tx.execute(
-            f"UPDATE event SET status=?, not_before=?, reason=?, attempts=attempts+?, {_ENDED},"
-            f" response_status=coalesce(?, response_status) WHERE {_CURRENT}",
+            "UPDATE event SET status=?, not_before=?, reason=?, waits_for=?, attempts=attempts+?,"
+            f" {_ENDED}, response_status=coalesce(?, response_status) WHERE {_CURRENT}",
             (
                 status,
                 end.until,
                 end.reason,
+                (end.waits_for or None) if status == "delayed" else None,
                 int(end.outcome == "retry" and end.charged),
                 end.response_status,
                 end.row,
@@ -207,8 +209,8 @@ class SqlEvents(LedgerTable):
         """End an event as the duplicate of the event `of`."""
         reason = sentence(Reason.DUPLICATE, of)
         self._tx.execute(
-            "UPDATE event SET status='duplicate', duplicate_of=?, finished_at=?, reason=?"
-            " WHERE n=?",
+            "UPDATE event SET status='duplicate', duplicate_of=?, finished_at=?, reason=?,"
+            " waits_for=NULL WHERE n=?",
             (of, now, reason, was.n),
         )
         self._record(was.n, now, "duplicate", reason=reason)
@@ -221,11 +223,20 @@ class SqlEvents(LedgerTable):
             (to, owner),
         )
 
-    def delay(self, event: Event, was: EventState, until: float, reason: str, now: float) -> None:
+    def delay(
+        self,
+        event: Event,
+        was: EventState,
+        until: float,
+        reason: str,
+        now: float,
+        *,
+        waits_for: str = "",
+    ) -> None:
         """Delay an event that was not started."""
         self._tx.execute(
-            "UPDATE event SET status='delayed', not_before=?, reason=? WHERE n=?",
-            (until, reason, was.n),
+            "UPDATE event SET status='delayed', not_before=?, reason=?, waits_for=? WHERE n=?",
+            (until, reason, waits_for or None, was.n),
         )
         self._record(was.n, now, "delayed", reason=reason)
         if was.status != "delayed":  # a second delay was counted at the first
@@ -246,7 +257,7 @@ class SqlEvents(LedgerTable):
         """Make an ended event pending, with a new budget. Its history is kept."""
         self._tx.execute(
             "UPDATE event SET status='pending', duplicate_of=NULL, finished_at=NULL,"
-            " not_before=NULL, attempts=0, crashes=0,"
+            " not_before=NULL, waits_for=NULL, attempts=0, crashes=0,"
             " promoted=CASE WHEN promoted>? THEN promoted ELSE ? END, reason=?, position=?"
             " WHERE n=?",
             (int(promoted), int(promoted), reason, position, n),

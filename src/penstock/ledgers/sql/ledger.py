@@ -21,7 +21,7 @@ CREATE TABLE event(n INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE,
   accepted_at REAL NOT NULL, dispatched_at REAL, asked_at REAL, finished_at REAL, not_before REAL,
   response_status INTEGER, response_hash TEXT,
   reason TEXT, worker TEXT, extractors TEXT,
-  duplicate_of TEXT, promoted INTEGER NOT NULL DEFAULT 0);
+  duplicate_of TEXT, promoted INTEGER NOT NULL DEFAULT 0, waits_for TEXT);
 -- Wide and written once, in a separate table, so that a change of status rewrites a short row.
 CREATE TABLE envelope(event INTEGER PRIMARY KEY, body BLOB NOT NULL);
 CREATE TABLE fetched(event INTEGER PRIMARY KEY, page TEXT NOT NULL, meta BLOB NOT NULL);
@@ -30,6 +30,7 @@ CREATE TABLE needed(event INTEGER PRIMARY KEY, page TEXT NOT NULL);
 CREATE INDEX event_url ON event(url_key, n);
 CREATE INDEX event_trace ON event(trace);
 CREATE INDEX event_delayed ON event(not_before) WHERE status='delayed';
+CREATE INDEX event_waits ON event(waits_for) WHERE waits_for IS NOT NULL;
 CREATE INDEX event_duplicate ON event(duplicate_of, n) WHERE duplicate_of IS NOT NULL;
 CREATE TABLE counter(topic TEXT NOT NULL, name TEXT NOT NULL, n INTEGER NOT NULL,
   PRIMARY KEY(topic, name)) WITHOUT ROWID;
@@ -39,8 +40,13 @@ CREATE TABLE dead(n INTEGER PRIMARY KEY AUTOINCREMENT, event TEXT NOT NULL UNIQU
   reason TEXT NOT NULL, fingerprint TEXT NOT NULL, detail TEXT NOT NULL, envelope BLOB NOT NULL,
   headers TEXT NOT NULL);
 CREATE INDEX dead_fingerprint ON dead(fingerprint);
-CREATE TABLE tally(topic TEXT NOT NULL, bucket INTEGER NOT NULL, ended INTEGER NOT NULL,
-  dead INTEGER NOT NULL, PRIMARY KEY(topic, bucket)) WITHOUT ROWID;
+-- Recent ends by what they count for: "topic:requests", "host:shop.example", "extractor:product".
+-- The class is that of dead events, and "" for other ends.
+CREATE TABLE ends(what TEXT NOT NULL, bucket INTEGER NOT NULL, class TEXT NOT NULL,
+  n INTEGER NOT NULL, PRIMARY KEY(what, bucket, class)) WITHOUT ROWID;
+-- Hosts and extractors that the breaker paused. `counted` is 0 after an operator resumed the topic.
+CREATE TABLE breaker(what TEXT PRIMARY KEY, class TEXT NOT NULL, reason TEXT NOT NULL,
+  at REAL NOT NULL, counted INTEGER NOT NULL DEFAULT 1) WITHOUT ROWID;
 CREATE TABLE seen(trace TEXT NOT NULL, url_key BLOB NOT NULL, at REAL NOT NULL,
   PRIMARY KEY(trace, url_key)) WITHOUT ROWID;
 CREATE TABLE cursor(source TEXT PRIMARY KEY, body BLOB, at REAL NOT NULL) WITHOUT ROWID;

@@ -37,7 +37,7 @@ class SqlEventMaintenance(LedgerTable):
         ).fetchall()
         delta: Counter[tuple[str, str]] = Counter()
         for n, topic in rows:
-            self._tx.execute("UPDATE event SET status='pending' WHERE n=?", (n,))
+            self._tx.execute("UPDATE event SET status='pending', waits_for=NULL WHERE n=?", (n,))
             self._record(n, now, "pending", reason=sentence(Reason.DUE))
             delta[topic, "delayed"] -= 1
             delta[topic, "pending"] += 1
@@ -102,7 +102,7 @@ class SqlEventMaintenance(LedgerTable):
     def abandon(self, event: StoredEvent, letter: DeadLetter, now: float) -> None:
         """End an event as dead for an operator. It can be redriven."""
         self._tx.execute(
-            "UPDATE event SET status='dead', finished_at=?, reason=? WHERE n=?",
+            "UPDATE event SET status='dead', finished_at=?, reason=?, waits_for=NULL WHERE n=?",
             (now, letter.reason, event.n),
         )
         self._record(event.n, now, "dead", reason=letter.reason)
@@ -124,8 +124,17 @@ class SqlEventMaintenance(LedgerTable):
     def make_due(self, rows: Sequence[int], now: float) -> None:
         """End the delay of these events now."""
         self._tx.executemany(
-            "UPDATE event SET not_before=? WHERE n=? AND status='delayed'",
+            "UPDATE event SET not_before=?, waits_for=NULL WHERE n=? AND status='delayed'",
             [(now, n) for n in rows],
+        )
+
+    def waits(self) -> dict[str, int]:
+        """Return how many open events wait for each cause that time alone does not end."""
+        return dict(
+            self._tx.execute(
+                "SELECT waits_for, count(*) FROM event WHERE waits_for IS NOT NULL"
+                " GROUP BY waits_for"
+            ).fetchall()
         )
 
     def prune(self, before: float, keep: Callable[[bytes, str], bool], limit: int = 1000) -> int:
@@ -156,7 +165,7 @@ class SqlEventMaintenance(LedgerTable):
         self._ledger.forget_history(self._tx, rows, before)
         self._tx.executemany("DELETE FROM event WHERE n=?", rows)
         self._tx.execute(
-            "DELETE FROM tally WHERE bucket<?",
+            "DELETE FROM ends WHERE bucket<?",
             (int((self._ledger.clock.now() - 3600) / TALLY_SECONDS),),
         )
         self._tx.execute(

@@ -1,0 +1,84 @@
+"""Delayed events that wait for more than time: a paused host, a route, a budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.embedded.test_books import Rig
+
+from penstock.engine.maintenance import abandon
+from penstock.engine.publishing import requeue
+from penstock.ports import Transaction
+
+HOST = "host:shop.example"
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Rig:
+    return Rig(tmp_path)
+
+
+async def waits(rig: Rig) -> dict[str, int]:
+    return await rig.uow.read(lambda tx: tx.maintenance.waits())
+
+
+async def park(rig: Rig, *ids: str, until: float = 3600.0) -> None:
+    for i, id_ in enumerate(ids):
+        await rig.accept(id_, url=f"http://shop.example/{id_}{i}")
+    for begun in await rig.start():
+        await rig.conclude(
+            begun, "park", reason="paused", waits_for=HOST, until=rig.clock.now() + until
+        )
+
+
+async def test_events_are_counted_by_what_they_wait_for(rig: Rig) -> None:
+    assert await waits(rig) == {}
+    await park(rig, "e1", "e2")
+    assert await waits(rig) == {HOST: 2}
+    assert rig.row("e1")["status"] == "delayed"
+    assert rig.row("e1")["attempts"] == 0
+
+
+async def test_an_event_that_starts_again_waits_for_nothing(rig: Rig) -> None:
+    await park(rig, "e1", until=60.0)
+    rig.clock.advance(61.0)
+    (begun,) = await rig.start("e1")  # the ledger row is still `delayed`
+    assert await waits(rig) == {}
+    await rig.succeed(begun)
+    assert rig.row("e1")["waits_for"] is None
+
+
+async def test_a_due_event_waits_for_nothing(rig: Rig) -> None:
+    await park(rig, "e1", "e2")
+    n = rig.row("e1")["n"]
+    await rig.uow.write(lambda tx: tx.maintenance.make_due([n], rig.clock.now()))
+    assert await waits(rig) == {HOST: 1}
+    rig.clock.advance(3601.0)
+    await rig.maintenance.release_due()
+    assert await waits(rig) == {}
+    assert rig.status("e1", "e2") == "pending pending"
+
+
+async def test_a_delay_of_an_unstarted_event_has_a_cause_until_it_is_redriven(rig: Rig) -> None:
+    await rig.accept("e1")
+    ((_, e, _),) = await rig.admit()
+    now = rig.clock.now()
+
+    def delay(tx: Transaction) -> None:
+        state = tx.lookup.states([e.id])[e.id]
+        tx.events.delay(e, state, now + 3600.0, "paused", now, waits_for=HOST)
+
+    await rig.uow.write(delay)
+    assert await waits(rig) == {HOST: 1}
+
+    def abandon_and_redrive(tx: Transaction) -> None:
+        event = tx.maintenance.waiting(e.id)
+        assert event is not None
+        abandon(tx, event, "purged", now)
+        assert tx.maintenance.waits() == {}
+        requeue(tx, event.n, e, was="dead", reason="redriven", now=now)
+
+    await rig.uow.write(abandon_and_redrive)
+    assert await waits(rig) == {}
+    assert rig.status("e1") == "pending"
