@@ -71,9 +71,11 @@ def test_the_signature_names_the_matching_extractors_and_their_versions() -> Non
     shop = Pipeline("shop")
     shop.extract(match="*/a/*", version=3, name="a")(one)
     shop.extract(name="all")(one)
-    assert shop.signature("https://x.test/a/1") == "a@3,all@1"
-    assert shop.signature("https://x.test/b") == "all@1"
-    assert Pipeline("none").signature("https://x.test/") == ""
+    shop.files_hash = "1f"
+    assert shop.signature("https://x.test/a/1") == "a@3,all@1#1f"
+    assert shop.signature("https://x.test/b") == "all@1#1f"
+    assert shop.signature("https://x.test/b", "https://x.test/a/1") == "a@3,all@1#1f"
+    assert Pipeline("none").signature("https://x.test/") == "#"
 
 
 def test_sinks_and_sources_are_recorded_as_written() -> None:

@@ -86,6 +86,7 @@ class Database(GroupCommitStore):
         try:
             if self._has_part(c.tx, name):
                 return
+            c.set_busy_timeout(int(self._busy_timeout * 1000))  # earlier writes set it to 0
             c.execute("BEGIN IMMEDIATE")
             self._create_part(c.tx, name, schema)
             c.execute("COMMIT")
