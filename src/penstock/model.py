@@ -341,6 +341,7 @@ class Reason(enum.StrEnum):
     SANDBOX_CLOSED = "sandbox_closed"
     NOT_ENCODABLE = "not_encodable"
     EMPTY_KEY = "empty_key"
+    BAD_LINK = "bad_link"  # an extractor follows a link with a wrong priority, route or window
     EXTRACTION = "extraction"  # not available
     # The worker, the store and the operator
     WATCHDOG = "watchdog"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 
-from tests.e2e.harness import Project, Site, product
+import pytest
+from tests.e2e.harness import SHOP, Project, Site, product
 
 PAGES = 30
 
@@ -69,3 +71,36 @@ def test_a_link_inside_its_window_is_counted_and_not_accepted(project: Project, 
     status = project.status()
     assert status["total"]["accepted"] == 2
     assert status["counters"]["followed_fresh"] == 1
+
+
+@pytest.mark.parametrize("isolation", ["process", "none"])
+def test_a_wrong_value_of_follow_makes_a_dead_letter_with_the_extractors_line(
+    project: Project, site: Site, isolation: str
+) -> None:
+    for n in range(4):
+        site.serve(f"/p/{n}", product(n, more=links("/p/3")))
+    text = SHOP.replace(
+        'page.follow("a.related")',
+        'page.follow("a.related", window={"/p/0": "soon", "/p/2": "1h"}.get(path), priority=rank)',
+    ).replace(
+        "    yield {\n",
+        '    path = page.url[page.url.index("/p/"):]\n'
+        '    rank = "hihg" if path == "/p/1" else "high"\n'
+        "    yield {\n",
+    )
+    line = text[: text.index("page.follow")].count("\n") + 1
+    project.write("shop.py", text)
+    project.set(extract_isolation=isolation)
+    project.push(*[site.url(f"/p/{n}") for n in range(3)])
+    project.run(expect=1)
+    letters = project.dead_letters()
+    start = f"the extractor follows a link with a wrong value (shop.py line {line}): "
+    assert {name: letter["reason"] for name, letter in letters.items()} == {
+        "0": start
+        + 'window \'soon\' is not a length of time; write seconds, or "30s", "5m", "1h", "1d"',
+        "1": start + "priority 'hihg' is not known; did you mean high?",
+    }
+    assert {letter["class"] for letter in letters.values()} == {"permanent"}
+    detail = json.loads(project.good("dlq", "show", letters["0"]["event_id"], "--json"))["detail"]
+    assert f'shop.py", line {line}, in product' in detail
+    assert sorted(row["sku"] for row in project.rows()) == ["S-2", "S-3"]

@@ -153,6 +153,29 @@ def test_a_paused_webhook_answers_503_until_it_is_resumed(server: Server) -> Non
     assert server.post({"url": "https://shop.example/p/1"}).status == 202
 
 
+def test_a_webhook_counts_new_known_skipped_and_refused_items_as_sources_do(
+    project: Project,
+) -> None:
+    server = Server(project, pipeline=SHOP + 'shop.source("webhook:shop", where="sku != `old`")\n')
+    url = "https://shop.example/p/1"
+    mixed = [{"url": url, "sku": "a"}, {"url": url, "sku": "old"}]
+    assert server.post(mixed, webhook_id="1").status == 202
+    assert server.post(mixed, webhook_id="1").status == 202
+    # A request with a refused item is refused whole. Only its refused items are counted.
+    answer = server.post([*mixed, {"url": 5}, {"url": url, "sku": "b"}], webhook_id="2")
+    assert (answer.status, [r["item"] for r in answer.json["reasons"]]) == (422, [2])
+    listed = json.loads(project.good("sources", "ls", "--pipeline", "shop.py", "--json"))
+    (source,) = listed["sources"]
+    assert {name: source[name] for name in ("events", "known", "skipped", "refused")} == {
+        "events": 1,
+        "known": 1,
+        "skipped": 2,
+        "refused": 1,
+    }
+    assert project.total()["accepted"] == 1
+    assert project.dead_letters() == {}, "the sender has the refused items"
+
+
 @pytest.mark.slow
 def test_a_disk_without_writes_answers_503_and_the_retried_requests_are_accepted(
     server: Server,

@@ -17,7 +17,7 @@ from tests.embedded.test_books import Outcome as EndOutcome
 from penstock.brokers.sqlite import SqliteBroker
 from penstock.engine.relay import RESERVATION
 from penstock.errors import StoreUnavailable
-from penstock.model import Outcome, decode_event
+from penstock.model import Outcome, Priority, decode_event
 from penstock.ports import Accepted, Delivery, Out, Published, Subscription, TopicSpec
 from penstock.stores.sqlite import Database
 
@@ -242,6 +242,20 @@ async def test_a_long_delay_is_kept_in_the_ledger_and_not_in_the_broker(rig: Apa
     assert await rig.receive() == []
     await rig.later(101.0)
     assert len(await rig.start("e1")) == 1
+
+
+@pytest.mark.parametrize("priority", list(Priority))
+async def test_an_event_keeps_its_priority_over_a_long_delay(
+    rig: ApartRig, priority: Priority
+) -> None:
+    await rig.accept("e1", priority=priority)
+    (begun,) = await rig.start("e1")
+    await rig.conclude(begun, "park", until=rig.clock.now() + 60.0, reason="slot")
+    await rig.later(61.0)
+    (again,) = await rig.start("e1")
+    assert again[0].priority == priority
+    stored = "SELECT prio FROM queue"
+    assert rig.line.db.read_now(lambda tx: tx.execute(stored).fetchall()) == [(priority,)]
 
 
 async def test_a_killed_workers_event_is_started_again_after_its_heartbeat_expired(

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from jmespath.exceptions import JMESPathError
 from tests.sources.seeds_rig import spec_of
 
+from penstock.authoring.routing import MAX_TEXT
 from penstock.errors import ConfigError
-from penstock.intake.mapping import KEYS, LONGEST, MAX_DATA, Mapping
+from penstock.intake.mapping import KEYS, MAX_DATA, Mapping
 from penstock.model import Event, Priority, decode_event, encode_event
 from penstock.ports import Finding
 from penstock.rules.events import Refused
@@ -267,7 +268,7 @@ def test_an_expression_that_cannot_be_applied_refuses_the_finding() -> None:
 
 
 def test_a_cause_that_is_too_long_for_an_index_is_truncated() -> None:
-    assert event({"url": URL}, finding={"cause": "x" * 2000 + "\0"}).cause == "x" * LONGEST
+    assert event({"url": URL}, finding={"cause": "x" * 2000 + "\0"}).cause == "x" * MAX_TEXT
     assert "\0" not in event({"url": URL}, finding={"cause": "a\0b"}).cause
 
 

@@ -246,6 +246,14 @@ HEAD = '[pipeline]\nname = "p"\n[[extract]]\n'
             '[pipeline]\nname = "p"\n[[source]]\nurl = "feed:x"\nevery = "soon"',
             "source[0]: source 'feed:x': every: 'soon'",
         ),
+        (
+            '[pipeline]\nname = "p"\n[[source]]\nurl = "feed:x"\nroute = {goe = "US"}',
+            "source[0]: source 'feed:x': route has no 'goe'",
+        ),
+        (
+            '[pipeline]\nname = "p"\n[[source]]\nurl = "feed:x"\nroute = {render = true}',
+            "source[0]: source 'feed:x': route: render=true asks for a browser",
+        ),
     ],
 )
 def test_an_error_names_the_path_of_the_invalid_value(toml: str, expected_message: str) -> None:

@@ -144,6 +144,79 @@ def test_followed_links_carry_their_extractor_and_hints() -> None:
     ]
 
 
+def test_a_link_takes_a_window_as_text_and_a_route_as_a_table() -> None:
+    def fn(page: Page) -> Iterator[Any]:
+        yield from page.follow("a", priority=0, route={"geo": "de", "pool": None}, window="1h")
+
+    (link,) = extracted(fn, body=b"<a href=2>2</a>").links
+    assert (link.priority, link.route, link.window) == (Priority.HIGH, Route(geo="de"), 3600.0)
+
+
+WRONG_LINKS: list[tuple[dict[str, Any], str]] = [
+    ({"window": "soon"}, "window 'soon' is not a length of time; write seconds"),
+    ({"window": -1}, "window -1 is not a length of time"),
+    ({"window": float("nan")}, "window nan is not a length of time"),
+    ({"window": [1]}, "window [1] is not a length of time"),
+    ({"priority": "hihg"}, "priority 'hihg' is not known; did you mean high?"),
+    ({"priority": None}, "priority None is not known; use high, normal or low"),
+    ({"priority": True}, "priority True is not known"),
+    ({"priority": 9}, "priority 9 is not known"),
+    ({"route": {"goe": "US"}}, "route has no 'goe'; did you mean geo?"),
+    ({"route": {"pool": 5}}, "route: pool 5 is not a text"),
+    ({"route": "US"}, "route 'US' is not a table"),
+    ({"route": Route(render=True)}, "route: render=true asks for a browser"),
+]
+WRONG_LINK = "the extractor follows a link with a wrong value (test_extracting.py line {}): {}"
+
+
+@pytest.mark.parametrize(("options", "expected"), WRONG_LINKS)
+def test_a_wrong_value_of_follow_is_an_error_at_its_line(
+    options: dict[str, Any], expected: str
+) -> None:
+    def fn(page: Page) -> Iterator[Any]:
+        yield {"sku": "a"}
+        yield from page.follow("a", **options)
+
+    out = extracted(fn)  # no link matches, and the values are checked all the same
+    line = fn.__code__.co_firstlineno + 2
+    assert out.error.startswith(WRONG_LINK.format(line, expected))
+    assert (out.code, out.kind, out.records, out.links) == (Reason.BAD_LINK, "permanent", [], [])
+    assert f'test_extracting.py", line {line}, in fn' in out.detail
+    assert "authoring" not in out.detail, "the last line is the user's"
+
+
+@pytest.mark.parametrize(("options", "expected"), WRONG_LINKS)
+def test_a_wrong_value_of_a_yielded_follow_is_an_error_at_its_line(
+    options: dict[str, Any], expected: str
+) -> None:
+    def links() -> Iterator[Follow]:
+        yield Follow("/1")
+        yield Follow("/2", **options)
+
+    def fn(page: Page) -> Iterator[Any]:
+        yield {"sku": "a"}
+        yield from links()
+
+    out = extracted(fn)
+    line = links.__code__.co_firstlineno + 2
+    assert out.error.startswith(WRONG_LINK.format(line, expected))
+    assert (out.code, out.kind, out.records, out.links) == (Reason.BAD_LINK, "permanent", [], [])
+    assert f'test_extracting.py", line {line}, in item' in out.detail
+
+
+def test_a_wrong_follow_that_a_function_returns_names_the_function() -> None:
+    def fn(page: Page) -> Any:
+        return Follow("/1", priority="hihg")  # type: ignore[arg-type]
+
+    line = fn.__code__.co_firstlineno
+    assert extracted(fn).error.startswith(WRONG_LINK.format(line, "priority 'hihg'"))
+
+
+def test_follow_checks_its_values_before_its_result_is_used() -> None:
+    with pytest.raises(Failure, match="window '1y' is not a length of time"):
+        Page(URL, b"").follow("a", window="1y")
+
+
 @pytest.mark.parametrize(
     ("key", "record", "expected"),
     [

@@ -196,6 +196,16 @@ def twice(shop: Pipeline) -> None:
         (lambda p: p.source("feed:x", every="soon"), "not a length of time"),
         (lambda p: p.source("feed:x", priority="urgent"), "priority 'urgent'"),
         (lambda p: p.source("feed:x", route={"planet": "x"}), "route"),
+        (lambda p: p.source("feed:x", route="US"), "route 'US' is not a table"),
+        (lambda p: p.source("feed:x", route=Route(geo=5)), "geo 5 is not a text"),  # type: ignore[arg-type]
+        (lambda p: p.source("feed:x", route={"pool": ""}), "pool '' is not a text"),
+        (lambda p: p.source("feed:x", route={"render": True}), "has no renderer"),
+        (lambda p: p.source("feed:x", route={"render": "yes"}), "neither true nor false"),
+        (lambda p: p.source("feed:x", geo="US"), "geo is a part of the route"),
+        (lambda p: p.source("feed:x", window="-1h"), "not a length of time"),
+        (lambda p: p.source("feed:x", window=-1), "not a length of time"),
+        (lambda p: p.source("feed:x", window_mode="dorp"), "window_mode 'dorp'"),
+        (lambda p: p.source("feed:x", priority=7), "priority 7"),
         (lambda p: p.source("kafka://h/t", connect="debezium"), "not a table with a kind"),
         (lambda p: p.sink("kafka://h/t", connect={"table": "t"}), "not a table with a kind"),
         (lambda p: p.sink("jsonl:x.jsonl", connect={"kind": "s3"}), "connect is for kafka:// URLs"),
@@ -208,6 +218,30 @@ def test_an_invalid_declaration_is_refused_with_a_hint(declare: Any, expected_me
         declare(Pipeline("shop"))
     assert expected_message in e.value.message
     assert e.value.hint
+
+
+@pytest.mark.parametrize(
+    ("options", "suggestion"),
+    [
+        ({"priority": "hihg"}, "did you mean high?"),
+        ({"route": {"goe": "US"}}, "did you mean geo?"),
+        ({"route": {"accounts": "a"}}, "did you mean account?"),
+        ({"window_mode": "dely"}, "did you mean delay?"),
+        ({"pool": "main"}, "write route={'pool': 'main'}"),
+    ],
+)
+def test_a_wrong_route_value_is_refused_with_a_suggestion(
+    options: dict[str, Any], suggestion: str
+) -> None:
+    with pytest.raises(ConfigError) as e:
+        Pipeline("shop").source("feed:x", **options)
+    assert e.value.hint == suggestion
+
+
+def test_null_in_a_static_route_means_absent() -> None:
+    pipeline = Pipeline("shop")
+    pipeline.source("feed:x", route={"geo": "US", "account": None, "render": False})
+    assert pipeline.sources[0].route == Route(geo="US")
 
 
 # -- files -----------------------------------------------------------------------------------------

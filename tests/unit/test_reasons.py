@@ -128,6 +128,11 @@ RECORDED = [
         "72ed73c8c513",
     ),
     (Reason.HOOK, "the hook raised shop.test", "f3df8e976688"),
+    (
+        Reason.BAD_LINK,
+        "the extractor follows a link with a wrong value (shop.test)",
+        "57dea0bc5bb9",
+    ),
     (Reason.TRANSFER, "the answer is not HTTP", "107bccdf5ae3"),
     (Reason.BAD_URL, "not a URL libcurl takes", "ba99539fd6d6"),
     (Reason.TRANSFER, "libcurl was built without something we need", "0e7d17df8a88"),

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from penstock.model import Event, Follow, Priority, Route
+from penstock.authoring.routing import WrongValue, read_priority, read_route, read_window
+from penstock.model import ErrorClass, Event, Failure, Follow, Reason, Route
 from penstock.rules.identity import join
+from penstock.rules.reasons import sentence
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -156,17 +160,41 @@ class Page:
         self,
         links: str | Iterable[object],
         *,
-        priority: str = "normal",
-        route: Route | None = None,
-        window: float | None = None,
+        priority: str | int = "normal",
+        route: Route | Mapping[str, Any] | None = None,
+        window: str | float | None = None,
     ) -> Iterator[Follow]:
         """Yield a Follow for each link, once.
 
         `links` is a CSS selector (of elements with href, or with `::attr(...)`), a result of `css`,
         or URLs. Other URLs than http(s) and other values are ignored.
+
+        `priority` is high, normal or low. `window` is in seconds, or "30s", "5m", "1h", "1d". All
+        three options are checked by this call, also if its result is not used. It raises Failure
+        with the line of the caller.
         """
+        try:
+            rank, seconds = read_priority(priority), read_window(window)
+            hints = None if route is None else read_route(route)
+        except WrongValue as e:
+            caller = sys._getframe(1)
+            raise wrong_link(e, caller.f_code.co_filename, caller.f_lineno) from None
+        return self._follow(links, rank, hints, seconds)
+
+    def _follow(
+        self, links: str | Iterable[object], rank: int, hints: Route | None, seconds: float | None
+    ) -> Iterator[Follow]:
         from penstock.authoring.selectors import links_of
 
-        rank = Priority.named(priority)
         for url in links_of(self, links):
-            yield Follow(url, rank, route, window)
+            yield Follow(url, rank, hints, seconds)
+
+
+def wrong_link(e: WrongValue, file: str, line: int) -> Failure:
+    """Return the failure of an extractor that follows a link with a wrong value, at this line."""
+    place = f"{os.path.basename(file)} line {line}"
+    return Failure(
+        ErrorClass.PERMANENT,
+        sentence(Reason.BAD_LINK, place, detail=f"{e.message}; {e.hint}"),
+        code=Reason.BAD_LINK,
+    )

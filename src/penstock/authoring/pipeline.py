@@ -15,9 +15,17 @@ from typing import Any, TypeAlias, TypeVar, overload
 
 import msgspec
 
+from penstock.authoring.routing import (
+    WrongValue,
+    check_outside_route,
+    read_priority,
+    read_route,
+    read_window,
+    read_window_mode,
+)
 from penstock.config import units
 from penstock.errors import ConfigError
-from penstock.model import Priority, Route
+from penstock.model import Route
 from penstock.rules.masking import mask
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -214,7 +222,7 @@ class Pipeline:
         name: str | None = None,
         every: str | float | None = None,
         route: Route | dict[str, Any] | None = None,
-        priority: str = "normal",
+        priority: str | int = "normal",
         window: str | float | None = None,
         window_mode: str | None = None,
         map: Any = None,
@@ -237,21 +245,12 @@ class Pipeline:
         """
         where_ = f"source {mask(_url(url, 'source'))!r}"
         try:
-            hints = route if isinstance(route, Route) else msgspec.convert(route or {}, Route)
-        except msgspec.ValidationError as e:
-            raise ConfigError(
-                f"{where_}: route: {e}", hint="a route has geo, pool, account and render"
-            ) from None
-        try:
-            priority_class = Priority.named(priority)
-        except (KeyError, AttributeError):
-            raise ConfigError(
-                f"{where_}: priority {priority!r} is not known", hint="use high, normal or low"
-            ) from None
-        if window_mode not in (None, "delay", "drop"):
-            raise ConfigError(
-                f"{where_}: window_mode {window_mode!r} is not known", hint="use delay or drop"
-            )
+            hints = Route() if route is None else read_route(route)
+            priority_class, window_ = read_priority(priority), read_window(window)
+            read_window_mode(window_mode)
+            check_outside_route(options)
+        except WrongValue as e:
+            raise ConfigError(f"{where_}: {e.message}", hint=e.hint) from None
         if (hook is not None and not inspect.isroutine(hook)) or inspect.iscoroutinefunction(hook):
             raise ConfigError(
                 f"{where_}: hook is not a plain function",
@@ -269,7 +268,7 @@ class Pipeline:
             raise ConfigError(
                 f"two sources are called {cursor_name!r}", hint='give one of them a name: name="…"'
             )
-        every_, window_ = _seconds(every, f"{where_}: every"), _seconds(window, f"{where_}: window")
+        every_ = _seconds(every, f"{where_}: every")
         connector = _connect(connect, url, where_)
         connector_route = connector.get("route") if connector else None
         # Events get the route that the connector adds to each record, unless `map` sets another.

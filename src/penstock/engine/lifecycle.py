@@ -34,6 +34,7 @@ from penstock.ports import (
     Clock,
     DeadLetter,
     Delivery,
+    Durability,
     End,
     Finding,
     NewEvent,
@@ -109,16 +110,19 @@ class Lifecycle:
         events: Sequence[Event],
         *,
         cursor: tuple[str, bytes | None] | None = None,
+        durability: Durability = Durability.CONFIGURED,
         in_transaction: Callable[[Transaction, list[Accepted]], None] | None = None,
     ) -> list[Accepted]:
         """Insert events and publish their messages.
 
-        Durable when it returns, at the level of the option `durability`. An event with a known id
+        Durable when it returns, at the level of `durability`. An event with a known id
         is not inserted again. The source's cursor moves in the same transaction, unless the limit
         of pending events refused an event. `in_transaction` runs in the transaction too. An
         exception from `in_transaction` undoes the transaction.
         """
-        answers = await self._uow.write(lambda tx: self._accept(tx, events, cursor, in_transaction))
+        answers = await self._uow.write(
+            lambda tx: self._accept(tx, events, cursor, in_transaction), durability=durability
+        )
         self._topics.wake(e.topic for e in events)
         return answers
 

@@ -9,17 +9,28 @@ import dataclasses
 import hashlib
 import math
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from penstock.authoring.page import Page
+from penstock.authoring.page import Page, wrong_link
 from penstock.authoring.pipeline import Extractor, Pipeline
+from penstock.authoring.routing import WrongValue, read_priority, read_route, read_window
 from penstock.errors import PenstockError
-from penstock.model import REMOVED, ErrorClass, Failure, Follow, Link, Reason, Record, Removed
+from penstock.model import (
+    REMOVED,
+    ErrorClass,
+    Failure,
+    Follow,
+    Link,
+    Priority,
+    Reason,
+    Record,
+    Removed,
+)
 from penstock.ports import Extracted
 from penstock.rules.identity import BadUrl
 from penstock.rules.reasons import sentence
@@ -64,9 +75,13 @@ def run(pipeline: Pipeline, page: Page, *, max_output: int = MAX_OUTPUT) -> Extr
     extractor: Extractor | None = None
     try:
         for extractor in extractors:
-            for value in _yields(extractor, page):
+            values = _yields(extractor, page)
+            for value in values:
                 if type(value) is Follow:
-                    link = _link(value, extractor, page)
+                    try:
+                        link = _link(value, extractor, page)
+                    except WrongValue as e:
+                        raise _wrong_link(e, extractor, values) from None
                     out.links.append(link)
                     bytes_left -= len(link.url)
                 else:
@@ -90,6 +105,7 @@ def run(pipeline: Pipeline, page: Page, *, max_output: int = MAX_OUTPUT) -> Extr
     except Failure as e:
         return Extracted(
             error=_line(e.reason),
+            code=None if e.code is Reason.OTHER else e.code,
             kind=ErrorClass(e.kind).value,
             detail=(e.detail or _trace(e))[-MAX_DETAIL:],
             after=e.after,
@@ -118,7 +134,7 @@ class _EmptyKey(Exception):
 # -- values of the function ------------------------------------------------------------------------
 
 
-def _yields(extractor: Extractor, page: Page) -> Iterator[Any]:
+def _yields(extractor: Extractor, page: Page) -> Generator[Any, None, None]:
     result = extractor.fn(page)
     is_iterator = isinstance(result, Iterator)
     if is_iterator:
@@ -137,7 +153,12 @@ def _yields(extractor: Extractor, page: Page) -> Iterator[Any]:
 
 
 def _link(follow: Follow, extractor: Extractor, page: Page) -> Link:
-    url = follow.url
+    url, priority, route, window = follow.url, follow.priority, follow.route, follow.window
+    if not isinstance(url, str):
+        raise _InvalidRecord(f"yielded Follow({_describe(url)}); its first argument is a URL")
+    if type(priority) is not Priority or route is not None or window is not None:
+        priority, window = read_priority(priority), read_window(window)
+        route = None if route is None else read_route(route)
     if url not in page.followed:  # not made by page.follow, so it may be relative
         try:
             url = page.urljoin(url)
@@ -148,10 +169,24 @@ def _link(follow: Follow, extractor: Extractor, page: Page) -> Link:
     return Link(
         url=url,
         extractor=extractor.name,
-        priority=follow.priority,
-        route=follow.route,
-        window=follow.window,
+        priority=priority,
+        route=route,
+        window=window,
     )
+
+
+def _wrong_link(e: WrongValue, extractor: Extractor, values: Generator[Any, None, None]) -> Failure:
+    """Return the failure of a Follow with a wrong value, with the line that yields it."""
+    code = getattr(extractor.fn, "__code__", None)
+    file, line = (code.co_filename, code.co_firstlineno) if code else (extractor.name, 0)
+    inner: Any = values
+    while (inner := getattr(inner, "gi_yieldfrom", None)) is not None:
+        frame = getattr(inner, "gi_frame", None)
+        if frame is not None and frame.f_code.co_filename not in _PENSTOCK_FILES:
+            file, line = frame.f_code.co_filename, frame.f_lineno
+    failure = wrong_link(e, file, line)
+    failure.detail = f'File "{file}", line {line}, in {extractor.name}\n{failure.reason}'
+    return failure
 
 
 def _record(value: Any, extractor: Extractor, page: Page, index: int) -> Record:

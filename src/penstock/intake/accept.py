@@ -13,7 +13,7 @@ import msgspec
 
 from penstock.engine.lifecycle import Lifecycle
 from penstock.model import Event, Priority, Reason, Route
-from penstock.ports import Accepted, Batch, Clock, Finding, Transaction
+from penstock.ports import Accepted, Batch, Clock, Durability, Finding, Transaction
 from penstock.rules.events import ANY_ROUTE, Refused, event_of
 from penstock.rules.identity import BadUrl
 
@@ -43,6 +43,7 @@ async def accept_all(
     clock: Clock,
     *,
     cursor: tuple[str, bytes] | None = None,
+    durability: Durability = Durability.CONFIGURED,
     in_transaction: Callable[[Transaction, list[Accepted]], None] | None = None,
     on_answers: Callable[[list[Accepted]], None] | None = None,
 ) -> list[Accepted]:
@@ -56,7 +57,10 @@ async def accept_all(
     while True:
         waiting = [i for i, answer in enumerate(answers) if answer is Accepted.FULL]
         given = await lifecycle.accept(
-            [events[i] for i in waiting], cursor=cursor, in_transaction=in_transaction
+            [events[i] for i in waiting],
+            cursor=cursor,
+            durability=durability,
+            in_transaction=in_transaction,
         )
         for i, answer in zip(waiting, given, strict=True):
             answers[i] = answer
@@ -153,8 +157,19 @@ def judge(mapping: Mapping, findings: Sequence[Finding]) -> Taken:
     return taken
 
 
+class Incomplete(Exception):
+    """A batch that had to be accepted whole. Nothing of it was accepted.
+
+    If `taken.refused` is empty, the queue is full.
+    """
+
+    def __init__(self, taken: Taken) -> None:
+        super().__init__()
+        self.taken = taken
+
+
 class Intake:
-    """Accepts the findings of one source into the ledger."""
+    """Accepts the findings of one source into the ledger: of a reader and of a webhook."""
 
     def __init__(
         self, lifecycle: Lifecycle, mapping: Mapping, clock: Clock, *, source: str
@@ -163,34 +178,54 @@ class Intake:
         self.mapping, self._clock = mapping, clock
 
     async def take(
-        self, batch: Batch, *, in_transaction: Callable[[Transaction, Taken], None] | None = None
+        self,
+        batch: Batch,
+        *,
+        whole: bool = False,
+        in_transaction: Callable[[Transaction, Taken], None] | None = None,
     ) -> Taken:
-        """Accept a batch together with the source's cursor. Durable when it returns.
+        """Accept a batch together with the source's cursor, and count it. Durable when it returns.
 
-        While the queue is full, the call waits. A refused finding becomes a dead letter.
+        While the queue is full, the call waits. A refused finding becomes a dead letter. With
+        `whole`, the sender keeps the batch and is answered: then a full queue or a refused finding
+        raises Incomplete, and only the refused findings are counted.
+
         `in_transaction` runs in each transaction, with the answers of that try. If it raises an
         exception, the transaction is rolled back.
         """
         taken = judge(self.mapping, batch.findings)
+        if whole and taken.refused:
+            refused = Taken(refused=taken.refused)
+            await self.lifecycle.accept(
+                (),
+                durability=Durability.RELAXED,
+                in_transaction=lambda tx, _: self._count(tx, refused),
+            )
+            raise Incomplete(taken)
 
         def together(tx: Transaction, given: list[Accepted]) -> None:
             taken.answers = given
+            if in_transaction is not None:
+                in_transaction(tx, taken)
             if Accepted.FULL not in given:
                 for finding, reason, _ in taken.refused:
                     self.lifecycle.bury_finding(tx, finding, self.source, reason)
-            if in_transaction is not None:
-                in_transaction(tx, taken)
+            elif whole:
+                raise Incomplete(taken)
+            self._count(tx, taken)
 
+        only_counts = not taken.events and not taken.refused and batch.cursor is None
         taken.answers = await accept_all(
             self.lifecycle,
             taken.events,
             self._clock,
             cursor=None if batch.cursor is None else (self.source, batch.cursor),
+            durability=Durability.RELAXED if only_counts else Durability.CONFIGURED,
             in_transaction=together,
         )
         return taken
 
-    def count(self, tx: Transaction, taken: Taken) -> None:
+    def _count(self, tx: Transaction, taken: Taken) -> None:
         """Add the answers of one try to the counters of the source.
 
         Skipped and refused findings count with the last try.

@@ -11,7 +11,6 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -22,13 +21,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.errors import RequestRefused, StoreUnavailable
-from penstock.intake.accept import Intake, Taken, judge
+from penstock.intake.accept import Incomplete, Intake, Taken
 from penstock.intake.openapi import document
 from penstock.model import Reason
 from penstock.ports import (
     Accepted,
+    Batch,
     Clock,
     Durability,
+    Finding,
     ServedSource,
     Transaction,
     UnitOfWork,
@@ -192,10 +193,7 @@ class Endpoint:
             raise
         body = await self._body(request, source.max_body)
         findings = source.findings(request.method, headers, body, self._clock.now())
-        taken = judge(hook.intake.mapping, findings)
-        if taken.refused:
-            raise _makes_none(findings, taken)
-        await self._accept(hook, taken)
+        taken = await self._accept(hook, findings)
         return _json(
             202,
             {
@@ -256,37 +254,34 @@ class Endpoint:
                         request.scope[WHOLE] = True
                         return
 
-    async def _accept(self, hook: Hook, taken: Taken) -> None:
-        """Accept all events of a request, or none.
+    async def _accept(self, hook: Hook, findings: Sequence[Finding]) -> Taken:
+        """Accept all findings of a request, or none.
 
         The store combines requests that arrive together into one transaction.
         """
-        record = partial(self._record, hook, taken)
-        if taken.events:
-            await hook.intake.lifecycle.accept(taken.events, in_transaction=record)
-        else:
-            await self._uow.write(lambda tx: record(tx, []), durability=Durability.RELAXED)
 
-    def _record(self, hook: Hook, taken: Taken, tx: Transaction, answers: list[Accepted]) -> None:
-        """Count the events of a request, in the transaction that accepts them.
+        def check_pause(tx: Transaction, taken: Taken) -> None:
+            state = tx.sources.state(hook.source.name)
+            if state is not None and state.paused:
+                raise RequestRefused(
+                    503,
+                    "this hook is paused",
+                    hint="send it again later, with the same id",
+                    after=60.0,
+                )
 
-        Raises RequestRefused if the hook is paused or the queue is full. The exception rolls the
-        transaction back.
-        """
-        state = tx.sources.state(hook.source.name)
-        if state is not None and state.paused:
-            raise RequestRefused(
-                503, "this hook is paused", hint="send it again later, with the same id", after=60.0
-            )
-        if Accepted.FULL in answers:
+        batch = Batch(findings=findings)
+        try:
+            return await hook.intake.take(batch, whole=True, in_transaction=check_pause)
+        except Incomplete as e:
+            if e.taken.refused:
+                raise _makes_none(findings, e.taken) from None
             raise RequestRefused(
                 503,
                 "the queue is full",
                 hint="send it again later, with the same id",
                 after=RETRY_AFTER,
-            )
-        taken.answers = answers
-        hook.intake.count(tx, taken)
+            ) from None
 
     def _count(self, hook: Hook, e: RequestRefused) -> None:
         """Count a refused request. Log the counts at most every `QUIET` seconds."""

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.authoring.pipeline import SourceSpec
+from penstock.authoring.routing import MAX_TEXT, is_text
 from penstock.config import units
 from penstock.errors import ConfigError
 from penstock.model import Event, Priority, Reason, Route
@@ -25,7 +26,6 @@ from penstock.rules.reasons import sentence
 
 ROUTE = ("geo", "pool", "account", "render")
 KEYS = ("url", *ROUTE, "priority", "window", "window_mode", "force", "trace", "data")
-LONGEST = 512  # maximum characters of a trace, cause or route value, so that it fits an index
 MAX_DATA = 64 << 10  # maximum bytes of the data in an event
 # Maximum levels of nested data. Every process that receives the event must be able to decode it.
 MAX_DEPTH = 100
@@ -115,14 +115,14 @@ class Mapping:
         trace = given.get("trace")
         if isinstance(trace, int) and abs(trace) < 1 << 64:
             trace = str(trace)
-        if trace is not None and not _is_text(trace):
-            raise Refused(f"its trace is no text of 1 to {LONGEST} characters")
+        if trace is not None and not is_text(trace):
+            raise Refused(f"its trace is no text of 1 to {MAX_TEXT} characters")
         try:
             event = event_of(
                 url if finding.base is None else canonical_url(url, finding.base),
                 id_=finding.id,
                 source=spec.name,
-                cause=finding.cause[:LONGEST]
+                cause=finding.cause[:MAX_TEXT]
                 .replace("\0", "�")
                 .encode("utf-8", "replace")
                 .decode(),
@@ -165,8 +165,8 @@ def _route(static: Route, given: Pairs[str, Any]) -> Route:
     if "render" in found:
         found["render"] = _flag(given, "render")
     for key, value in found.items():
-        if key != "render" and not _is_text(value):
-            raise Refused(f"its {key} is no text of 1 to {LONGEST} characters")
+        if key != "render" and not is_text(value):
+            raise Refused(f"its {key} is no text of 1 to {MAX_TEXT} characters")
     return msgspec.structs.replace(static, **found)
 
 
@@ -186,19 +186,6 @@ def _deeper_than(value: dict[str, Any], levels: int) -> bool:
         if not level:
             return False
     return True
-
-
-def _is_text(value: Any) -> bool:
-    """Return True if `value` is text that fits an index and that every store accepts.
-
-    Such text has 1 to `LONGEST` characters, no NUL and no unpaired surrogate.
-    """
-    return (
-        isinstance(value, str)
-        and 0 < len(value) <= LONGEST
-        and "\0" not in value
-        and value.encode("utf-8", "replace").decode() == value
-    )
 
 
 def _flag(given: Pairs[str, Any], key: str) -> bool:

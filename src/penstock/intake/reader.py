@@ -182,14 +182,13 @@ class Reader:
                 await self._note(looked_at=self._looked, worker=self._worker)
 
     def _record(self, tx: Transaction, batch: Batch, taken: Taken) -> None:
-        """Check the lock and the source's state, and count, in the transaction that accepts.
+        """Check the lock and the source's state, in the transaction that accepts.
 
         Raises Lost if another process has taken the lock. Raises SourceReset if an operator paused
         the source or reset its cursor.
         """
         self._lock.verify(tx)
         self._check_state(tx.sources.state(self.source.name))
-        self.intake.count(tx, taken)
         if Accepted.FULL in taken.answers:
             return
         values: SourceNote = {

@@ -84,7 +84,7 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
     position: int
     token: int  # token of the lease. A settle with an older token changes nothing.
     deliveries: int  # number of deliveries, including crashes. It is not a number of failures.
-    priority: int = 1  # priority class: 0 high, 1 normal, 2 low
+    priority: int  # priority class of the message: 0 high, 1 normal, 2 low
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):

@@ -181,6 +181,22 @@ class Ordering(BrokerRig):
             assert got["high"] > got["normal"] > got["low"] > 0, f"batches of {batch}: {dict(got)}"
 
     @sentence()
+    async def test_a_delivery_has_its_messages_priority_also_after_release_and_retry(
+        self, broker: Broker
+    ) -> None:
+        priorities = {"high": 0, "normal": 1, "low": 2}
+        for name, priority in priorities.items():
+            await self.fill(broker, [name], key=name, priority=priority)
+        sub = self.sub(broker)
+        # A worker publishes the message of a long wait again, with the delivery's priority.
+        for outcome in (Release(), Retry(0.0, "x"), Ack()):
+            got = await self.only(sub, 3)
+            assert {d.id: d.priority for d in got} == priorities
+            await sub.settle([(d, outcome) for d in got])
+            if isinstance(outcome, Retry):
+                await self.sleep(self.slack)
+
+    @sentence()
     async def test_a_message_with_an_unknown_priority_is_delivered(self, broker: Broker) -> None:
         await self.fill(broker, ["a1"], priority=9)
         await self.fill(broker, ["a2"], priority=-3)

@@ -232,6 +232,7 @@ class RabbitSubscription:
                 position=epoch << 32 | held.tag,
                 token=epoch,
                 deliveries=held.deliveries,
+                priority=held.priority,
             )
             taken.append(delivery)
             self._handed_out[delivery.position] = held

@@ -288,6 +288,7 @@ class RedisSubscription:
                 position=position(priority, entry),
                 token=token,
                 deliveries=count,
+                priority=priority,
             )
             for priority, entry, count, id_, key, headers, body in zip(
                 *(reply[i::7] for i in range(2, 9)), strict=True

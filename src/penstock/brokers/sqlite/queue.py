@@ -179,8 +179,9 @@ class SqliteQueue(SqliteReports):
                 position=seq,
                 token=token,
                 deliveries=before + 1,
+                priority=prio,
             )
-            for _, seq, key, id_, headers, body, before in picked
+            for prio, seq, key, id_, headers, body, before in picked
         ]
 
     def _requeue_due(self, g: Group, now: float) -> None:
