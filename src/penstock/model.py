@@ -341,6 +341,7 @@ class Reason(enum.StrEnum):
     SANDBOX_CLOSED = "sandbox_closed"
     NOT_ENCODABLE = "not_encodable"
     EMPTY_KEY = "empty_key"
+    NO_SINK = "no_sink"  # a record of an extractor that neither a sink nor a hook takes
     EXTRACTION = "extraction"  # not available
     # The worker, the store and the operator
     WATCHDOG = "watchdog"

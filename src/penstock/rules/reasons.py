@@ -78,6 +78,7 @@ SENTENCES: dict[Reason, str] = {
     Reason.SANDBOX_CLOSED: "the sandbox was closed",
     Reason.NOT_ENCODABLE: "this page cannot be handed to its extractor",
     Reason.EMPTY_KEY: "empty key",
+    Reason.NO_SINK: "no sink or hook takes records of extractor {!r}",
     Reason.EXTRACTION: "extraction is not available",
     Reason.WATCHDOG: "watchdog: not done after {:g} s",
     Reason.UNRECORDED: "the books refused it",
