@@ -40,6 +40,8 @@ PIPELINE = """
 from penstock import Pipeline
 
 bench = Pipeline("bench")
+bench.extract(name="page")(lambda page: None)
+bench.sink("jsonl:records.jsonl")
 bench.source({url!r}, name="asked")
 """
 

@@ -33,6 +33,8 @@ PIPELINE = f"""
 from penstock import Pipeline
 
 shop = Pipeline("shop")
+shop.extract(name="page")(lambda page: None)
+shop.sink("jsonl:records.jsonl")
 shop.source("webhook:shop", secret="whsec_{base64.b64encode(KEY).decode()}", rate="unlimited")
 """
 

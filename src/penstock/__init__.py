@@ -1,7 +1,8 @@
 """Penstock: something changed goes in, one correct row comes out."""
 
+from penstock.authoring.changes import Change
 from penstock.authoring.page import Page
-from penstock.authoring.pipeline import Change, Pipeline
+from penstock.authoring.pipeline import Pipeline
 from penstock.model import ErrorClass, Event, Failure, Follow, Removed, Route
 
 __all__ = [

@@ -342,6 +342,7 @@ class Reason(enum.StrEnum):
     NOT_ENCODABLE = "not_encodable"
     EMPTY_KEY = "empty_key"
     BAD_LINK = "bad_link"  # an extractor follows a link with a wrong priority, route or window
+    NO_SINK = "no_sink"  # a record of an extractor that neither a sink nor a hook takes
     EXTRACTION = "extraction"  # not available
     # The worker, the store and the operator
     WATCHDOG = "watchdog"

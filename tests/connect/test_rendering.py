@@ -403,10 +403,8 @@ def test_the_error_for_a_missing_option_has_an_example() -> None:
 @pytest.mark.parametrize("how", ["?schemas=false", "option"])
 def test_a_connector_for_a_sink_without_schemas_is_refused(how: str) -> None:
     shop = Pipeline("shop")
-    connect, more = (
-        {"kind": "jdbc-postgres", "database": DATABASE},
-        {"schemas": False} if how == "option" else {},
-    )
+    connect = {"kind": "jdbc-postgres", "database": DATABASE}
+    more: dict[str, Any] = {"schemas": False} if how == "option" else {}
     shop.sink("kafka://h:1/products" + ("" if more else how), connect=connect, **more)
     with pytest.raises(ConfigError, match="cannot read the topic without schemas"):
         render(shop)

@@ -84,6 +84,7 @@ def pipeline(database: Database) -> str:
     url = database.url.replace("postgres:", "postgres+cdc:")
     return (
         'from penstock import Pipeline\n\nshop = Pipeline("shop")\n'
+        "shop.extract(name='product')(lambda page: None)\n"
         f'shop.source("{url}", name="asked")\nshop.sink("jsonl:products.jsonl")\n'
     )
 

@@ -5,6 +5,7 @@ There is never a traceback, and no accepted event is lost.
 
 from __future__ import annotations
 
+import json
 import shutil
 import sqlite3
 from collections.abc import Callable
@@ -93,6 +94,15 @@ PIPELINES = {
         SHOP.replace("def product", "async def product").replace("yield from page", "return; page"),
         ("shop.py", "async"),
     ),
+    "a sink for nothing": (
+        SHOP.replace('.jsonl")', '.jsonl", only="prodct")'),
+        ("shop.py:15", "prodct", "did you mean product?"),
+    ),
+    "no sink": (SHOP.partition("shop.sink")[0], ("shop.py", "no sink", "pipeline.sink(")),
+    "no extractor": (
+        'from penstock import Pipeline\nshop = Pipeline("shop")\nshop.sink("jsonl:a")\n',
+        ("shop.py", "no extractor"),
+    ),
     "a hook for nothing": (
         SHOP + '@shop.on_change(extractor="produkt")\ndef tell(change): ...\n',
         ("produkt", "product"),
@@ -111,6 +121,37 @@ def test_an_invalid_pipeline_file_is_refused_with_its_line_and_nothing_is_writte
         project.penstock("run", "shop.py", "--until-idle", "--workers", "2"), CONFIGURATION, *parts
     )
     assert not (project.dir / "products.jsonl").exists()
+
+
+@pytest.mark.parametrize("what", ["a sink for nothing", "no sink", "no extractor"])
+def test_a_pipeline_that_would_drop_records_fails_every_check(project: Project, what: str) -> None:
+    text, parts = PIPELINES[what]
+    project.write("shop.py", text)
+    refused(project.penstock("config", "check", "shop.py"), CONFIGURATION, *parts)
+    refused(project.penstock("serve", "shop.py"), CONFIGURATION, *parts)
+    found = json.loads(project.penstock("doctor", "shop.py", "--json").out)
+    (check,) = [each for each in found["checks"] if each["check"] == "pipeline"]
+    assert check["result"] == "fail"
+    assert all(part in check["found"] + check["fix"] for part in parts)
+
+
+def test_a_record_that_no_sink_takes_makes_its_event_dead(project: Project, site: Site) -> None:
+    more = """
+@shop.extract(match="*/list/*")
+def listing(page):
+    yield from page.follow("a")
+    if "bad" in page.url:
+        yield {"title": "lost"}
+"""
+    project.write("shop.py", SHOP.replace('.jsonl")', '.jsonl", only="product")') + more)
+    site.serve("/p/1", product(1))
+    project.push(site.serve("/list/good", '<a href="/p/1">one</a>'))
+    project.run()
+    assert [row["sku"] for row in project.rows()] == ["S-1"]
+    project.push(site.serve("/list/bad", '<a href="/p/1">one</a>'))
+    project.run(expect=1)
+    reason = project.dead_letters()["bad"]["reason"]
+    assert "no sink or hook takes records of extractor 'listing'" in reason
 
 
 def test_an_invalid_declarative_pipeline_is_refused(project: Project) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from penstock.authoring.changes import Change
 from penstock.authoring.load import load
-from penstock.authoring.pipeline import Change
 from penstock.errors import ConfigError
 from penstock.extraction.in_process import InProcess
 from penstock.extraction.sandbox import Limits, Sandbox

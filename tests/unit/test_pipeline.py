@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from penstock import Page, Pipeline
-from penstock.authoring.load import load
-from penstock.authoring.pipeline import Change, SinkSpec, SourceSpec
+from penstock.authoring.changes import Change
+from penstock.authoring.load import load, load_to_run
+from penstock.authoring.pipeline import SinkSpec, SourceSpec
 from penstock.errors import ConfigError
 from penstock.model import Priority, Route
 
@@ -209,6 +210,9 @@ def twice(shop: Pipeline) -> None:
         (lambda p: p.source("kafka://h/t", connect="debezium"), "not a table with a kind"),
         (lambda p: p.sink("kafka://h/t", connect={"table": "t"}), "not a table with a kind"),
         (lambda p: p.sink("jsonl:x.jsonl", connect={"kind": "s3"}), "connect is for kafka:// URLs"),
+        (lambda p: p.sink("jsonl:x.jsonl", only=[]), "only=[] names no extractor"),
+        (lambda p: p.sink("jsonl:x.jsonl", only=7), "only=7 names no extractor"),
+        (lambda p: p.sink("jsonl:x.jsonl", only=["a", None]), "names no extractor"),
         (lambda p: p.on_change(fields="price"), "not a list of field names"),
         (lambda p: p.on_change(agen), "is async"),
     ],
@@ -297,6 +301,103 @@ def test_the_error_of_a_bad_python_file_names_the_line(
         load(file)
     assert expected_message in e.value.message
     assert e.value.hint
+
+
+EXTRACTOR = "@shop.extract\ndef product(page):\n    yield {}\n"
+TOML = '[pipeline]\nname = "shop"\n[[extract]]\nname = "product"\nfields.title = "h1::text"\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected_message", "expected_hint"),
+    [
+        (
+            "shop.py",
+            GOOD + "shop.sink('jsonl:a', only='prodct')\n" + EXTRACTOR,
+            "shop.py:3: sink 'jsonl:a': only: there is no extractor 'prodct'",
+            "did you mean product?",
+        ),
+        (
+            "shop.py",
+            GOOD + EXTRACTOR + "shop.sink('csv:a', only=['product',\n  'x'])\n",
+            "shop.py:6: sink 'csv:a': only: there is no extractor 'x'",
+            "extractors: product",
+        ),
+        (
+            "shop.py",
+            GOOD + EXTRACTOR + "@shop.on_change(extractor='prodct')\ndef f(c): ...\n",
+            "shop.py:6: @on_change: there is no extractor 'prodct'",
+            "did you mean product?",
+        ),
+        (
+            "shop.toml",
+            TOML + '[[sink]]\nurl = "jsonl:a"\n[[sink]]\nurl = "csv:a"\nonly = ["prodct"]\n',
+            "shop.toml: sink[1].only: there is no extractor 'prodct'",
+            "did you mean product?",
+        ),
+    ],
+)
+def test_a_sink_or_hook_for_an_unknown_extractor_is_refused(
+    tmp_path: Path, name: str, text: str, expected_message: str, expected_hint: str
+) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    with pytest.raises(ConfigError) as e:
+        load(file)
+    assert (e.value.message, e.value.hint) == (f"{tmp_path}/{expected_message}", expected_hint)
+
+
+SINK = "shop.sink('jsonl:a')\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected_message"),
+    [
+        ("shop.py", GOOD + EXTRACTOR, "has no sink and no @on_change hook"),
+        ("shop.py", GOOD + SINK, "has no extractor"),
+        ("shop.toml", TOML, "has no sink, so its records would be dropped"),
+        (
+            "shop.toml",
+            '[pipeline]\nname = "shop"\n[[sink]]\nurl = "jsonl:a"\n',
+            "has no extractor",
+        ),
+        (
+            "shop.toml",
+            TOML
+            + '[[extract]]\nname = "other"\nfields.x = "p"\n'
+            + '[[sink]]\nurl = "jsonl:a"\nonly = "product"\n',
+            "no sink takes the records of extractor 'other'",
+        ),
+    ],
+)
+def test_a_pipeline_whose_records_would_be_dropped_loads_but_does_not_run(
+    tmp_path: Path, name: str, text: str, expected_message: str
+) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    assert load(file).name == "shop"
+    with pytest.raises(ConfigError, match=expected_message) as e:
+        load_to_run(file)
+    assert str(file) in e.value.message
+    assert e.value.hint
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("shop.py", GOOD + EXTRACTOR + SINK),
+        ("shop.py", GOOD + EXTRACTOR + "@shop.on_change\ndef f(change): ...\n"),
+        (
+            "shop.toml",
+            TOML
+            + '[[extract]]\nname = "listing"\nfollow = ["a"]\n'
+            + '[[sink]]\nurl = "jsonl:a"\nonly = "product"\n',
+        ),
+    ],
+)
+def test_a_pipeline_with_a_sink_or_hook_may_run(tmp_path: Path, name: str, text: str) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    assert load_to_run(file).untaken == ({"listing"} if "listing" in text else set())
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,7 @@ RECORDED = [
     (Reason.SANDBOX_CLOSED, "the sandbox was closed", "07ed54f73dc5"),
     (Reason.NOT_ENCODABLE, "this page cannot be handed to its extractor", "16b187589e62"),
     (Reason.EMPTY_KEY, "empty key", "8f70427db7a6"),
+    (Reason.NO_SINK, "no sink or hook takes records of extractor 'shop.test'", "ee6780e7760b"),
     (Reason.EXTRACTION, "extraction is not available", "e46def61b908"),
     (Reason.WATCHDOG, "watchdog: not done after 7 s", "1a504f414fb9"),
     (Reason.UNRECORDED, "the books refused it", "038fba0c7a87"),

@@ -8,13 +8,17 @@ import traceback
 import types
 from pathlib import Path
 
+from penstock.authoring.checks import check_names, check_outputs
 from penstock.authoring.own_files import hash_files
 from penstock.authoring.pipeline import Pipeline
 from penstock.errors import ConfigError
 
 
 def load(path: str | Path) -> Pipeline:
-    """Load the pipeline of a `.py` or `.toml` file. Raise ConfigError with the line in the file."""
+    """Load the pipeline of a `.py` or `.toml` file. Raise ConfigError with the line in the file.
+
+    A sink may still be missing, so that a new extractor can be tried.
+    """
     path = Path(path)
     try:
         source = path.read_bytes()
@@ -38,9 +42,20 @@ def load(path: str | Path) -> Pipeline:
         raise ConfigError(
             f"{path} is neither .py nor .toml", hint="name a Python file or a TOML file"
         )
-    pipeline.check()
+    check_names(pipeline, path)
     pipeline.path = str(path.resolve())
     pipeline.files_hash = hash_files(path, source)
+    if pipeline.sinks or pipeline.hooks:
+        pipeline.untaken = frozenset(
+            e.name for e in pipeline.extractors if not pipeline.takes(e.name)
+        )
+    return pipeline
+
+
+def load_to_run(path: str | Path) -> Pipeline:
+    """Load a pipeline as `load` does. Raise ConfigError also if its records would be dropped."""
+    pipeline = load(path)
+    check_outputs(pipeline, Path(path))
     return pipeline
 
 

@@ -1,6 +1,6 @@
 """API of users: Pipeline and its declarations. It runs no extractor and opens no connection.
 
-See `load` for the loader of pipeline files.
+See `load` for the loader of pipeline files, and `checks` for checks of a whole pipeline.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import fnmatch
 import hashlib
 import inspect
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar, overload
 
-import msgspec
-
+from penstock.authoring.changes import Change
 from penstock.authoring.routing import (
     WrongValue,
     check_outside_route,
@@ -30,6 +30,7 @@ from penstock.rules.masking import mask
 
 F = TypeVar("F", bound=Callable[..., Any])
 Key: TypeAlias = str | Sequence[str] | Callable[[dict[str, Any]], Any] | None
+Line: TypeAlias = tuple[str, int]  # the file and the line of a declaration
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
@@ -63,6 +64,11 @@ class SinkSpec:
     options: dict[str, Any]
     # The Kafka Connect connector that reads the topic. Only for `penstock connect`.
     connect: dict[str, Any] | None = None
+    only: tuple[str, ...] = ()  # names of extractors, empty for all of them
+    line: Line | None = field(default=None, repr=False, compare=False)
+
+    def takes(self, extractor: str) -> bool:
+        return not self.only or extractor in self.only
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,30 +88,18 @@ class SourceSpec:
     connect: dict[str, Any] | None = None
 
 
-class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """A record that differs from its last version. Argument of an `on_change` hook.
-
-    A record that is seen for the first time is not a change.
-    """
-
-    event_id: str
-    trace_id: str
-    url: str
-    extractor: str
-    key: str
-    old: dict[str, Any]
-    new: dict[str, Any]
-    fields: dict[str, list[Any]]  # name -> [old, new], only fields that differ
-
-
 @dataclass(frozen=True, slots=True)
 class Hook:
     fn: Callable[[Change], Any]
     fields: frozenset[str] | None  # None for any field
     extractor: str | None  # None for every extractor
+    line: Line | None = field(default=None, repr=False, compare=False)
+
+    def takes(self, extractor: str) -> bool:
+        return self.extractor is None or self.extractor == extractor
 
     def wants(self, change: Change) -> bool:
-        return (self.extractor is None or self.extractor == change.extractor) and (
+        return self.takes(change.extractor) and (
             self.fields is None or not self.fields.isdisjoint(change.fields)
         )
 
@@ -127,6 +121,11 @@ class Pipeline:
         self._sinks: list[SinkSpec] = []
         self._sources: list[SourceSpec] = []
         self._hooks: list[Hook] = []
+        # Extractors that are known to yield records: those of a TOML file that have fields.
+        self.yielding: set[str] = set()
+        # Extractors whose records no sink or hook takes. Set when a pipeline with a sink or hook
+        # is loaded.
+        self.untaken: frozenset[str] = frozenset()
 
     def __repr__(self) -> str:
         return (
@@ -206,13 +205,32 @@ class Pipeline:
 
         return declare if fn is None else declare(fn)
 
-    def sink(self, url: str, *, connect: dict[str, Any] | None = None, **options: Any) -> None:
+    def sink(
+        self,
+        url: str,
+        *,
+        only: str | Sequence[str] | None = None,
+        connect: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
         """Declare where records are written: `jsonl:products.jsonl`, `csv:…`, `sqlite:…`.
 
+        `only` is the name of an extractor, or several. Default: the records of all extractors.
         `connect` is the Kafka Connect connector that reads the records from a Kafka topic.
         """
+        where = f"sink {mask(_url(url, 'sink'))!r}"
+        names = (only,) if isinstance(only, str) else only
+        if names is not None and (
+            not isinstance(names, (list, tuple))
+            or not names
+            or not all(isinstance(name, str) for name in names)
+        ):
+            raise ConfigError(
+                f"{where}: only={only!r} names no extractor",
+                hint='write only="product" or only=["product"], or leave it out for all extractors',
+            )
         self._sinks.append(
-            SinkSpec(_url(url, "sink"), options, _connect(connect, url, f"sink {mask(url)!r}"))
+            SinkSpec(url, options, _connect(connect, url, where), tuple(names or ()), _line())
         )
 
     def source(
@@ -329,9 +347,12 @@ class Pipeline:
                 hint='write fields=["price"], or leave it out for every field',
             )
 
+        line = _line()
+
         def declare(fn: F) -> F:
             _check_function(fn, "@on_change", "hook")
-            self._hooks.append(Hook(fn, None if fields is None else frozenset(fields), extractor))
+            wanted = None if fields is None else frozenset(fields)
+            self._hooks.append(Hook(fn, wanted, extractor, line))
             return fn
 
         return declare if fn is None else declare(fn)
@@ -351,15 +372,17 @@ class Pipeline:
         """
         return ",".join([e.label for e in self.matching(url, requested)]) + "#" + self.files_hash
 
-    def check(self) -> None:
-        """Check the declarations that depend on each other, after all of them were made."""
-        names = [e.name for e in self._extractors]
-        for hook in self._hooks:
-            if hook.extractor is not None and hook.extractor not in names:
-                raise ConfigError(
-                    f"@on_change: there is no extractor {hook.extractor!r}",
-                    hint=f"known: {', '.join(names) or 'none'}",
-                )
+    def takes(self, extractor: str) -> bool:
+        """Return True if a sink or hook takes records of this extractor."""
+        return any(sink.takes(extractor) for sink in self._sinks) or any(
+            hook.takes(extractor) for hook in self._hooks
+        )
+
+
+def _line() -> Line:
+    """Return the file and the line that called the method that calls this function."""
+    frame = sys._getframe(2)
+    return frame.f_code.co_filename, frame.f_lineno
 
 
 def _check_name(name: object, what: str) -> str:

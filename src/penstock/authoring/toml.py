@@ -245,6 +245,8 @@ def _declare(
         )(extract)
     except ConfigError as e:
         raise ConfigError(f"{path}: {e.message}", hint=e.hint) from None
+    if fields:
+        pipeline.yielding.add(pipeline.extractors[-1].name)
 
 
 def _field(name: str, spec: Any, path: str) -> _Field:

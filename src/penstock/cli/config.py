@@ -103,10 +103,10 @@ def check(
         "pipeline": None,
     }
     if chosen:
-        from penstock.authoring.load import load
+        from penstock.authoring.load import load_to_run
         from penstock.runtime.sources_and_sinks import check_sources, open_sinks
 
-        pipeline = load(chosen)
+        pipeline = load_to_run(chosen)
         open_sinks(pipeline, Path.cwd())
         check_sources(pipeline, loaded.config)
         found["pipeline"] = {

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+from penstock.authoring.changes import Change
 from penstock.authoring.page import Page
-from penstock.authoring.pipeline import Change, Pipeline
+from penstock.authoring.pipeline import Pipeline
 from penstock.extraction import run as extracting
 from penstock.model import ErrorClass
 from penstock.ports import Extracted, FetchedPage

@@ -71,7 +71,7 @@ def run(pipeline: Pipeline, page: Page, *, max_output: int = MAX_OUTPUT) -> Extr
     """
     extractors = pipeline.matching(page.url, page.requested_url)
     out = Extracted(matched=bool(extractors))
-    bytes_left = max_output
+    bytes_left, untaken = max_output, pipeline.untaken
     extractor: Extractor | None = None
     try:
         for extractor in extractors:
@@ -85,6 +85,8 @@ def run(pipeline: Pipeline, page: Page, *, max_output: int = MAX_OUTPUT) -> Extr
                     out.links.append(link)
                     bytes_left -= len(link.url)
                 else:
+                    if untaken and extractor.name in untaken:
+                        raise _NotTaken
                     make = _removal if type(value) is Removed else _record
                     record = make(value, extractor, page, len(out.records))
                     out.records.append(record)
@@ -94,6 +96,16 @@ def run(pipeline: Pipeline, page: Page, *, max_output: int = MAX_OUTPUT) -> Extr
     except _InvalidRecord as e:
         return Extracted(
             error=_line(f"{extractor.name if extractor else ''}: {e}"),
+            kind=ErrorClass.PERMANENT.value,
+        )
+    except _NotTaken:
+        return Extracted(
+            error=sentence(
+                Reason.NO_SINK,
+                extractor.name if extractor else "",
+                detail="add it to `only` of a sink",
+            ),
+            code=Reason.NO_SINK,
             kind=ErrorClass.PERMANENT.value,
         )
     except _EmptyKey as e:
@@ -129,6 +141,10 @@ def run(pipeline: Pipeline, page: Page, *, max_output: int = MAX_OUTPUT) -> Extr
 
 class _EmptyKey(Exception):
     """A record without a key. It could neither replace another record nor be replaced."""
+
+
+class _NotTaken(Exception):
+    """A record that neither a sink nor a hook takes, so it would be dropped."""
 
 
 # -- values of the function ------------------------------------------------------------------------

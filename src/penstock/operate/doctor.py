@@ -164,9 +164,9 @@ def settings(
         path = Path(chosen) if chosen else Path(scratch) / "probe.py"
         if chosen:
             try:
-                from penstock.authoring.load import load
+                from penstock.authoring.load import load_to_run
 
-                pipeline = load(path)
+                pipeline = load_to_run(path)
                 open_sinks(pipeline, Path.cwd())
                 yield Finding(
                     "pipeline",

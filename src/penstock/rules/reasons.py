@@ -79,6 +79,7 @@ SENTENCES: dict[Reason, str] = {
     Reason.NOT_ENCODABLE: "this page cannot be handed to its extractor",
     Reason.EMPTY_KEY: "empty key",
     Reason.BAD_LINK: "the extractor follows a link with a wrong value ({})",
+    Reason.NO_SINK: "no sink or hook takes records of extractor {!r}",
     Reason.EXTRACTION: "extraction is not available",
     Reason.WATCHDOG: "watchdog: not done after {:g} s",
     Reason.UNRECORDED: "the books refused it",

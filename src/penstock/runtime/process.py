@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from penstock.authoring.load import load
+from penstock.authoring.load import load_to_run
 from penstock.authoring.pipeline import SourceSpec
 from penstock.clock import SystemClock
 from penstock.config.schema import Config
@@ -85,7 +85,7 @@ class WorkerProcess:
     ) -> None:
         """Check the pipeline, roles, sources and sinks before any store is opened."""
         self.config, self.file, self.roles = config, pipeline_file, roles
-        self.pipeline = load(pipeline_file)
+        self.pipeline = load_to_run(pipeline_file)
         self.sinks = open_sinks(self.pipeline, Path.cwd())
         self.web = SourceWeb()
         self.id = worker_id()
@@ -305,8 +305,7 @@ class WorkerProcess:
         every other sink go through the sink outbox.
         """
         bindings = []
-        for sink, options in self.sinks:
-            only = tuple(options.get("only", ()))
+        for sink, only in self.sinks:
             bindings.append(SinkBinding(sink.name, only))
             in_ledger = isinstance(sink, TableSink) and sink.shares(self.config.ledger.url)
             if isinstance(sink, TableSink) and in_ledger:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import random
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from penstock.authoring.pipeline import Pipeline, SourceSpec
 from penstock.clock import SystemClock
@@ -30,19 +29,17 @@ def open_sources(pipeline: Pipeline, context: SourceContext) -> list[tuple[Sourc
     return [(adapter("sources", spec.url)(spec, context), spec) for spec in pipeline.sources]
 
 
-def open_sinks(pipeline: Pipeline, base: Path) -> list[tuple[Sink, Mapping[str, Any]]]:
-    """Return the pipeline's sinks, checked but not opened.
+def open_sinks(pipeline: Pipeline, base: Path) -> list[tuple[Sink, tuple[str, ...]]]:
+    """Return the pipeline's sinks, checked but not opened, with the extractors that each takes.
 
     Raises ConfigError if two sinks have the same target, because they would corrupt its file.
     """
-    found: list[tuple[Sink, Mapping[str, Any]]] = []
+    found: list[tuple[Sink, tuple[str, ...]]] = []
     for spec in pipeline.sinks:
-        options = dict(spec.options)
-        only = options.pop("only", ())
-        sink: Sink = adapter("sinks", spec.url)(spec.url, options, base)
+        sink: Sink = adapter("sinks", spec.url)(spec.url, dict(spec.options), base)
         if any(sink.name == other.name for other, _ in found):
             raise ConfigError(f"two sinks write to {sink.name}", hint="give each its own file")
-        found.append((sink, {"only": (only,) if isinstance(only, str) else tuple(only)}))
+        found.append((sink, spec.only))
     return found
 
 

@@ -251,7 +251,7 @@ def _to_the_second(seconds: int) -> str:
 
 
 def _change(event: Event, r: Record, old_fields: bytes) -> bytes:
-    from penstock.authoring.pipeline import Change
+    from penstock.authoring.changes import Change
     from penstock.rules.diffing import diff
 
     old, new = msgspec.json.decode(old_fields), msgspec.json.decode(r.fields)
