@@ -13,7 +13,8 @@ from functools import partial
 import msgspec
 
 from penstock.engine.claim_session import Claims, ClaimSession
-from penstock.engine.publishing import message_for, publish, requeue
+from penstock.engine.messages import Message
+from penstock.engine.publishing import message_for, promote, publish
 from penstock.engine.settings import LifecycleSettings
 from penstock.model import (
     Ack,
@@ -25,7 +26,6 @@ from penstock.model import (
     Release,
     Retry,
     child_id,
-    decode_event,
     encode_event,
     mint,
 )
@@ -344,9 +344,7 @@ class Lifecycle:
         """Reopen the oldest duplicate of a dead owner, once, with a new budget."""
         found = tx.lookup.oldest_duplicate(dead.id)
         if found is not None:
-            n, envelope = found
-            event, reason = decode_event(envelope), sentence(Reason.PROMOTED, dead.id)
-            requeue(tx, n, event, was="duplicate", reason=reason, now=now, promoted=True)
+            promote(tx, found, reason=sentence(Reason.PROMOTED, dead.id), now=now)
 
     def _open_breaker(self, tx: Transaction, topic: str, now: float) -> None:
         """Pause the topic if too many of its recent events ended dead."""
@@ -372,8 +370,9 @@ def _insert(tx: Transaction, events: Sequence[Event], now: float) -> None:
 
 
 def _dead_letter(end: End) -> DeadLetter:
-    # A message on `pages` or `records` contains the envelope. The dead letter needs the envelope.
-    own = end.delivery.topic == end.event.topic
+    # A message on `pages` or `records` contains the envelope. The dead letter needs the envelope,
+    # with the fields that only a newer release knows.
+    own, body = end.delivery.topic == end.event.topic, end.delivery.body
     return DeadLetter(
         event_id=end.event.id,
         topic=end.event.topic,
@@ -384,7 +383,7 @@ def _dead_letter(end: End) -> DeadLetter:
         reason=end.reason,
         fingerprint=end.fingerprint,
         detail=end.detail,
-        envelope=end.delivery.body if own else encode_event(end.event),
+        envelope=body if own else Message.read(body).event,
         headers=msgspec.json.encode(end.delivery.headers).decode(),
     )
 

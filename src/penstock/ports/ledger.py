@@ -114,6 +114,9 @@ class Events(Protocol):
     def delay(self, event: Event, was: EventState, until: float, reason: str, now: float) -> None:
         """Delay an event that was not started."""
 
+    def delay_unread(self, was: EventState, until: float, reason: str, now: float) -> None:
+        """Delay an event that was not started and whose envelope only a newer release can read."""
+
     def reopen(
         self,
         event: Event,
@@ -159,7 +162,7 @@ class EventLookup(Protocol):
     def failures(self, n: int) -> dict[str, int]:
         """Return recorded failures by error class, since the start of the current budget."""
 
-    def oldest_duplicate(self, owner: str) -> tuple[int, bytes] | None:
+    def oldest_duplicate(self, owner: str) -> StoredEvent | None:
         """Return (n, envelope) of the duplicate to promote when `owner` is dead.
 
         Return None if there is no duplicate, or if `owner` was promoted itself.

@@ -78,6 +78,7 @@ SENTENCES: dict[Reason, str] = {
     Reason.NOT_ENCODABLE: "this page cannot be handed to its extractor",
     Reason.EMPTY_KEY: "empty key",
     Reason.EXTRACTION: "extraction is not available",
+    Reason.NEWER: "waiting for a newer worker: {} version {} is newer than version {}",
     Reason.WATCHDOG: "watchdog: not done after {:g} s",
     Reason.UNRECORDED: "the books refused it",
     Reason.TOO_OLD: "too old to wait any longer",

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock.ledgers.sql.ledger import LedgerTable
-from penstock.ports import Baseline, EventState, PageMeta
+from penstock.ledgers.sql.ledger import STORED, LedgerTable
+from penstock.ports import Baseline, EventState, PageMeta, StoredEvent
 from penstock.rules.freshness import Claim
 
 decode_meta = msgspec.msgpack.Decoder(PageMeta).decode
@@ -120,15 +120,14 @@ class SqlEventLookup(LedgerTable):
             )
         )
 
-    def oldest_duplicate(self, owner: str) -> tuple[int, bytes] | None:
+    def oldest_duplicate(self, owner: str) -> StoredEvent | None:
         if self._tx.execute("SELECT promoted FROM event WHERE id=?", (owner,)).get:
             return None
-        row: tuple[int, bytes] | None = self._tx.execute(
-            "SELECT e.n, v.body FROM event e JOIN envelope v ON v.event=e.n"
-            " WHERE e.duplicate_of=? AND e.status='duplicate' ORDER BY e.n LIMIT 1",
+        row = self._tx.execute(
+            f"{STORED} WHERE e.duplicate_of=? AND e.status='duplicate' ORDER BY e.n LIMIT 1",
             (owner,),
         ).get
-        return row
+        return None if row is None else StoredEvent(*row)
 
     def add_to_trace(self, trace: str, key: bytes, now: float) -> bool:
         self._tx.execute(
