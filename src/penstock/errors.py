@@ -46,6 +46,20 @@ class BadEnvelope(PenstockError):
     """Bytes on a topic are not an event of a known version."""
 
 
+class NewerMessage(BadEnvelope):
+    """A message was written by a newer release, and this release cannot read it.
+
+    It is never a dead letter: a worker of the newer release will read it.
+    """
+
+    def __init__(self, what: str, version: int, known: int) -> None:
+        super().__init__(
+            f"{what} version {version} is newer than version {known}, which this release reads",
+            hint="upgrade this installation of Penstock: its newer workers read the message",
+        )
+        self.what, self.version, self.known = what, version, known
+
+
 class StoreUnavailable(PenstockError):
     """The store does not accept writes now (disk full, locked, read-only).
 

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import enum
 import hashlib
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import msgspec
 from blake3 import blake3
 
-from penstock.errors import BadEnvelope
+from penstock.errors import BadEnvelope, NewerMessage
 
+# Version of the envelope. A reader refuses a newer major version. It ignores the fields that a
+# newer minor version has added, and keeps them if it writes the envelope again.
 CODEC_VERSION = 1
-EVENT_TYPE = f"penstock.request.v{CODEC_VERSION}"
+CODEC_MINOR = 0
+_EVENT_STEM = "penstock.request.v"
+EVENT_TYPE = f"{_EVENT_STEM}{CODEC_VERSION}"
 
 
 # -- events ----------------------------------------------------------------------------------------
@@ -116,12 +121,35 @@ class _CloudEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
     subject: str = ""
     traceid: str = ""
     priority: int = int(Priority.NORMAL)
+    penstockminor: int = 0  # minor version of the envelope. The type contains the major version.
     data: _Data
+
+
+class MessageHead(msgspec.Struct):
+    """The version of a message, which a reader of any version can read."""
+
+    type: str
+    penstockminor: int = 0
 
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(_CloudEvent).decode
+_decode_head = msgspec.json.Decoder(MessageHead).decode
 _SOURCE_PREFIX = "/penstock/"
+_NOT_READABLE = (msgspec.MsgspecError, UnicodeError, RecursionError, ValueError)
+
+
+def major_version(raw: bytes, stem: str) -> int:
+    """Return N if the type of a JSON message is `stem` and N, or else 0. For any bytes."""
+    try:
+        return _version_in(_decode_head(raw).type, stem)
+    except _NOT_READABLE:
+        return 0
+
+
+def _version_in(kind: str, stem: str) -> int:
+    number = kind.removeprefix(stem)
+    return int(number) if kind.startswith(stem) and number.isdecimal() and len(number) < 9 else 0
 
 
 def encode_event(e: Event) -> bytes:
@@ -134,6 +162,7 @@ def encode_event(e: Event) -> bytes:
             subject=e.url,
             traceid=e.trace,
             priority=e.priority,
+            penstockminor=CODEC_MINOR,
             data=_Data(
                 url=e.url,
                 key=e.key,
@@ -153,19 +182,57 @@ def encode_event(e: Event) -> bytes:
     )
 
 
-def decode_event(raw: bytes) -> Event:
-    """Decode an event. Raises BadEnvelope, and no other exception, for any bytes."""
+# The objects of an envelope: their path, and the names of their fields.
+ENVELOPE_LEVELS: tuple[tuple[Sequence[str], frozenset[str]], ...] = (
+    ((), frozenset(_CloudEvent.__struct_fields__)),
+    (("data",), frozenset(_Data.__struct_fields__)),
+    (("data", "route"), frozenset(Route.__struct_fields__)),
+    (("data", "ask"), frozenset(Ask.__struct_fields__)),
+)
+
+
+def _decode_envelope(raw: bytes) -> _CloudEvent:
     try:
-        c = _decode(raw)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError, ValueError) as e:
+        return _decode(raw)
+    except _NOT_READABLE as e:
+        version = major_version(raw, _EVENT_STEM)
+        if version > CODEC_VERSION:
+            raise NewerMessage("envelope", version, CODEC_VERSION) from e
+        try:
+            if version and _decode_head(raw).penstockminor > CODEC_MINOR:
+                return _decode(_without_unknown_hints(raw))
+        except _NOT_READABLE:
+            pass
         raise BadEnvelope(f"not a CloudEvents JSON envelope: {e}") from e
+
+
+def _without_unknown_hints(raw: bytes) -> bytes:
+    """Remove unknown fields of route and ask, which are mistakes unless the version is newer."""
+    envelope = msgspec.json.decode(raw, type=dict[str, Any])
+    data = envelope.get("data")
+    for (*_, name), known in ENVELOPE_LEVELS[2:]:
+        if isinstance(data, dict) and isinstance(data.get(name), dict):
+            data[name] = {k: v for k, v in data[name].items() if k in known}
+    return _encode(envelope)
+
+
+def decode_event(raw: bytes) -> Event:
+    """Decode an event. Raises BadEnvelope, and no other exception, for any bytes.
+
+    The exception is NewerMessage if a newer release wrote the envelope.
+    """
+    c = _decode_envelope(raw)
+    if c.type != EVENT_TYPE:
+        version = _version_in(c.type, _EVENT_STEM)
+        if version > CODEC_VERSION:
+            raise NewerMessage("envelope", version, CODEC_VERSION)
+        if not version:
+            raise BadEnvelope(
+                f"event type {c.type!r} is not {EVENT_TYPE!r}",
+                hint="correct the program that published it: its messages are not for Penstock",
+            )
     if c.specversion != "1.0":
         raise BadEnvelope(f"CloudEvents specversion {c.specversion!r} is not 1.0")
-    if c.type != EVENT_TYPE:
-        raise BadEnvelope(
-            f"event type {c.type!r} is not {EVENT_TYPE!r}",
-            hint="run the version of Penstock that wrote it, or upgrade this one",
-        )
     d = c.data
     if not c.id or not d.url:
         raise BadEnvelope(
@@ -345,6 +412,7 @@ class Reason(enum.StrEnum):
     NO_SINK = "no_sink"  # a record of an extractor that neither a sink nor a hook takes
     EXTRACTION = "extraction"  # not available
     # The worker, the store and the operator
+    NEWER = "newer"  # the message was written by a newer release
     WATCHDOG = "watchdog"
     UNRECORDED = "unrecorded"  # the ledger did not accept the event's end
     TOO_OLD = "too_old"

@@ -20,6 +20,7 @@ from penstock.clock import SystemClock
 from penstock.errors import ConfigError, PenstockError, Unreachable
 from penstock.model import Ack, Dead, Release, Retry
 from penstock.ports import Delivery, Out, Published, Subscription, TopicSpec
+from penstock.runtime.stores import TOPOLOGY
 
 pytestmark = pytest.mark.server("kafka")
 
@@ -74,6 +75,17 @@ async def test_topics_are_created_as_configured_and_drift_is_reported_and_not_ch
     ) in drift
     assert len(other.topics.metadata("reading").topics[f"{name}.t"].partitions) == 4
     await other.close()
+
+
+async def test_a_second_start_reports_no_drift_of_the_topics_that_the_first_created(
+    url: str,
+) -> None:
+    first = open_kafka(url)
+    assert list(await first.ensure(TOPOLOGY)) == []
+    await first.close()
+    second = open_kafka(url, first.topics.namespace)
+    assert list(await second.ensure(TOPOLOGY)) == []
+    await second.close()
 
 
 async def test_messages_of_another_program_are_read_unchanged_and_keep_their_id(

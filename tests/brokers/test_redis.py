@@ -513,3 +513,52 @@ async def test_a_message_that_cannot_be_encoded_fails_alone(server: Servers) -> 
     async with opened(server("redis").url) as broker:
         batch = [*messages("a1"), Out(topic="t", id="b\udcff", key="b", body=b""), *messages("c1")]
         assert list(await broker.publish(batch)) == [Published.OK, Published.FAILED, Published.OK]
+
+
+# -- versions of the keys --------------------------------------------------------------------------
+
+
+def of_release(url: str, namespace: str) -> RedisBroker:
+    server = Server(url, evictable=False, layout=adapter.layout_of(namespace))
+    return RedisBroker(server, namespace, SystemClock())
+
+
+async def test_a_new_namespace_gets_a_version_and_a_newer_one_is_refused(
+    server: Servers, by_hand: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, namespace = server("redis").url, f"t{uuid.uuid4().hex[:8]}"
+    topic = TopicSpec(name="requests")
+    monkeypatch.setattr(adapter, "VERSION", 2)
+    newer = of_release(url, namespace)
+    await newer.ensure([topic])
+    await newer.publish([Out(topic="requests", id="a", key="k", body=b"a")])
+    await newer.close()
+    assert by_hand.hgetall(f"{namespace}.layout") == {b"broker": b"2"}
+    monkeypatch.undo()
+    older = of_release(url, namespace)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="version 2, this Penstock knows 1; a newer") as e:
+            await older.ensure([topic])
+        assert "namespace" in e.value.hint
+    await older.close()
+    assert by_hand.hgetall(f"{namespace}.layout") == {b"broker": b"2"}
+
+
+async def test_a_namespace_of_the_first_release_has_version_1(
+    server: Servers, by_hand: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, namespace = server("redis").url, f"t{uuid.uuid4().hex[:8]}"
+    first = fresh(url, namespace)  # release 0.1.0 wrote no version
+    await first.ensure([TopicSpec(name="requests")])
+    await first.close()
+    assert by_hand.exists(f"{namespace}.layout") == 0
+    monkeypatch.setattr(adapter, "VERSION", 2)
+    newer = of_release(url, namespace)
+    with pytest.raises(ConfigError, match="an older release wrote them"):
+        await newer.ensure([TopicSpec(name="requests")])
+    await newer.close()
+    monkeypatch.undo()
+    today = of_release(url, namespace)
+    assert list(await today.ensure([TopicSpec(name="requests")])) == []
+    await today.close()
+    assert by_hand.hgetall(f"{namespace}.layout") == {b"broker": b"1"}

@@ -440,3 +440,49 @@ async def test_staging_and_committing_run_concurrently(
     assert len(held) == 2, "the current segment and the previous one"
     rig.store.close()
     rig.db.close_now()
+
+
+# -- versions --------------------------------------------------------------------------------------
+
+
+def rewrite_header(path: Path, version: int) -> None:
+    with path.open("r+b") as f:
+        f.write(segments.header(version))
+
+
+async def test_a_segment_begins_with_its_version(rig: Rig) -> None:
+    await rig.put(noise(100, 1))
+    await rig.put(noise(100, 2))
+    (name,) = rig.segments()
+    raw = (rig.directory / name).read_bytes()
+    assert raw.startswith(segments.header(1))
+    assert raw.count(segments.header(1)) == 1
+    assert segments.version_in(raw[:16]) == 1
+
+
+async def test_a_segment_of_the_first_release_has_no_header_and_is_read(rig: Rig) -> None:
+    (id_,) = await rig.put(noise(100))
+    (name,) = rig.segments()
+    path, size = rig.directory / name, len(segments.header(1))
+    path.write_bytes(path.read_bytes()[size:])
+    await rig.db.write(lambda tx: tx.execute("UPDATE page SET frame=frame-?", (size,)))
+    assert await rig.other().store.get(id_) == noise(100)
+
+
+async def test_a_segment_of_a_newer_release_is_refused_and_neither_moved_nor_deleted(
+    rig: Rig,
+) -> None:
+    old, kept = await rig.put(noise(100_000, 1)) + await rig.put(noise(1000, 2))
+    rig.store.close()
+    other = rig.other()
+    (name,) = rig.segments()
+    rewrite_header(rig.directory / name, 2)
+    with pytest.raises(StoreUnavailable, match=f"{name} has version 2") as e:
+        await other.store.get(kept)
+    assert "upgrade" in e.value.hint
+    rig.clock.advance(100.0)
+    await other.prune(older_than=rig.clock.now(), keep=[kept])
+    assert rig.segments() == [name], "its pages are not moved"
+    rewrite_header(rig.directory / name, 1)
+    assert await other.store.get(kept) == noise(1000, 2)
+    assert await other.store.get(old) is None

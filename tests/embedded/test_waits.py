@@ -77,7 +77,7 @@ async def test_a_delay_of_an_unstarted_event_has_a_cause_until_it_is_redriven(ri
         assert event is not None
         abandon(tx, event, "purged", now)
         assert tx.maintenance.waits() == {}
-        requeue(tx, event.n, e, was="dead", reason="redriven", now=now)
+        requeue(tx, event.n, e, event.envelope, was="dead", reason="redriven", now=now)
 
     await rig.uow.write(abandon_and_redrive)
     assert await waits(rig) == {}

@@ -20,9 +20,10 @@ import msgspec
 import pytest
 from tests.servers import Handle
 
+from penstock.claims.redis import claims as adapter
 from penstock.claims.redis.claims import FleetClock, RedisClaims
 from penstock.clock import SystemClock
-from penstock.errors import StoreUnavailable, Unreachable
+from penstock.errors import ConfigError, StoreUnavailable, Unreachable
 from penstock.operate.hosts import apply_configured_exceptions, ignore_robots, obey_robots
 from penstock.ports import ClaimChange, Clock
 from penstock.rules import pace
@@ -472,3 +473,28 @@ async def test_a_call_ends_when_it_is_cancelled_at_any_moment(fleet: Fleet) -> N
             going = bool(done)
             await asyncio.wait([task])
             assert task.cancelled(), f"the task continued after a cancel in turn {turns % 20}"
+
+
+# -- versions of the keys --------------------------------------------------------------------------
+
+
+async def test_claims_of_a_newer_release_are_refused_by_workers_and_by_commands(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    namespace = f"c{uuid.uuid4().hex[:8]}"
+
+    def of_release() -> RedisClaims:
+        server = Server(fleet.url, evictable=False, layout=adapter.layout_of(namespace))
+        return RedisClaims(server, namespace, SystemClock(), pace.Limits(), random.Random(1))
+
+    monkeypatch.setattr(adapter, "VERSION", 2)
+    newer = of_release()
+    await newer.reserve({"shop.test": 1}, within=10.0)
+    await newer.close()
+    monkeypatch.undo()
+    older = of_release()
+    with pytest.raises(ConfigError, match=r"the claims keys .* have version 2"):
+        await older.reserve({"shop.test": 1}, within=10.0)
+    with pytest.raises(ConfigError, match=r"the claims keys .* have version 2"):
+        older.hosts.state("shop.test")
+    await older.close()

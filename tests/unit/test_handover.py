@@ -10,8 +10,14 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.messages import MAX_INLINE_BODY, Inline, PageMessage, page_message
-from penstock.errors import BadEnvelope
+from penstock.engine.messages import (
+    MAX_INLINE_BODY,
+    Inline,
+    PageMessage,
+    RecordsMessage,
+    page_message,
+)
+from penstock.errors import BadEnvelope, NewerMessage
 from penstock.model import page_id
 from penstock.ports import PageMeta
 
@@ -128,3 +134,17 @@ def test_an_invalid_inline_part_is_a_bad_envelope() -> None:
         PageMessage.read(
             msgspec.json.encode(raw | {"inline": {"codec": "raw", "data": "not base64!"}})
         )
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(PageMessage, "page"), (RecordsMessage, "records")], ids=["page", "records"]
+)
+def test_a_message_of_a_newer_version_is_not_a_broken_message(
+    kind: type[PageMessage | RecordsMessage], name: str
+) -> None:
+    raw = {"type": f"penstock.{name}.v2", "event": "", "parts": []}
+    with pytest.raises(NewerMessage, match="version 2 is newer than version 1"):
+        kind.read(msgspec.json.encode(raw))
+    with pytest.raises(BadEnvelope) as e:
+        kind.read(msgspec.json.encode(raw | {"type": f"penstock.{name}.v1"}))
+    assert not isinstance(e.value, NewerMessage)

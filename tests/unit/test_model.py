@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock import model
 from penstock.authoring.page import Page
-from penstock.errors import BadEnvelope
+from penstock.errors import BadEnvelope, NewerMessage
 from penstock.model import (
     Ask,
     Event,
@@ -24,6 +25,7 @@ from penstock.model import (
     mint,
     page_id,
 )
+from penstock.rules.envelopes import encode_again
 
 EVENT = Event(id="e1", url="https://shop.test/p/1", key="shop.test")
 FULL = Event(
@@ -92,7 +94,9 @@ def change(**more: Any) -> bytes:
         b"[" * 100_000,
         b'{"data":' * 50_000,
         change(specversion="0.3"),
-        change(type="penstock.request.v2"),
+        change(type="penstock.request.v"),
+        change(type="penstock.request.v\u00b2"),
+        change(type="penstock.request.v0"),
         change(type="order.created"),
         change(data=None),
         change(data={"url": "x"}),
@@ -114,10 +118,58 @@ def test_bytes_that_are_not_an_event_are_refused_with_a_message(raw: bytes) -> N
     assert e.value.message
 
 
-def test_an_unknown_envelope_version_is_refused_with_a_hint() -> None:
-    with pytest.raises(BadEnvelope, match=r"v2") as e:
-        decode_event(change(type="penstock.request.v2"))
+@pytest.mark.parametrize(
+    "raw",
+    [
+        change(type="penstock.request.v2"),
+        change(type="penstock.request.v2", specversion="2.0"),
+        change(type="penstock.request.v2", id=5, data={"target": "https://shop.test/p/1"}),
+        b'{"type":"penstock.request.v12"}',
+    ],
+)
+def test_a_newer_envelope_version_is_not_a_broken_envelope(raw: bytes) -> None:
+    with pytest.raises(NewerMessage, match="newer than version 1") as e:
+        decode_event(raw)
     assert "upgrade" in e.value.hint
+    assert (e.value.version, e.value.known) in {(2, 1), (12, 1)}
+
+
+def test_an_older_envelope_version_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = encode_event(FULL)
+    monkeypatch.setattr(model, "CODEC_VERSION", 2)
+    monkeypatch.setattr(model, "EVENT_TYPE", "penstock.request.v2")
+    assert decode_event(raw) == FULL
+    assert json.loads(encode_event(FULL))["type"] == "penstock.request.v2"
+
+
+def of_newer_minor(event: Event) -> dict[str, Any]:
+    """Return an envelope with a field of a newer minor version at every level."""
+    raw: dict[str, Any] = json.loads(encode_event(event))
+    raw |= {"penstockminor": 7, "tenant": "acme"}
+    raw["data"]["budget"] = {"bytes": 5}
+    raw["data"].setdefault("route", {})["moon"] = True
+    raw["data"].setdefault("ask", {})["trailers"] = ["x"]
+    return raw
+
+
+@pytest.mark.parametrize("event", [EVENT, FULL])
+def test_unknown_fields_of_a_newer_minor_version_are_read_over_and_kept(event: Event) -> None:
+    raw = of_newer_minor(event)
+    before = json.dumps(raw).encode()
+    assert decode_event(before) == event
+    changed = msgspec.structs.replace(event, accepted_at=9.0, route=Route(geo="fr"))
+    again = encode_again(changed, before)
+    assert decode_event(again) == changed
+    expected = json.loads(encode_event(changed)) | {"penstockminor": 7, "tenant": "acme"}
+    expected["data"]["budget"] = {"bytes": 5}
+    expected["data"]["route"] = {"geo": "fr", "moon": True}
+    expected["data"].setdefault("ask", {})["trailers"] = ["x"]
+    assert json.loads(again) == expected
+
+
+def test_a_new_envelope_without_unknown_fields_is_encoded_as_usual() -> None:
+    changed = msgspec.structs.replace(FULL, accepted_at=9.0)
+    assert encode_again(changed, encode_event(FULL)) == encode_event(changed)
 
 
 @given(

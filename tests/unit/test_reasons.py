@@ -113,6 +113,11 @@ RECORDED = [
     (Reason.EMPTY_KEY, "empty key", "8f70427db7a6"),
     (Reason.NO_SINK, "no sink or hook takes records of extractor 'shop.test'", "ee6780e7760b"),
     (Reason.EXTRACTION, "extraction is not available", "e46def61b908"),
+    (
+        Reason.NEWER,
+        "waiting for a newer worker: shop.test version shop.test is newer than version shop.test",
+        "6933f1f96f04",
+    ),
     (Reason.WATCHDOG, "watchdog: not done after 7 s", "1a504f414fb9"),
     (Reason.UNRECORDED, "the books refused it", "038fba0c7a87"),
     (Reason.TOO_OLD, "too old to wait any longer", "524a452a2d5b"),

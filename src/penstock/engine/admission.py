@@ -10,7 +10,7 @@ import msgspec
 from penstock.engine.claim_session import Claims, ClaimSession
 from penstock.engine.publishing import state_of
 from penstock.engine.settings import LifecycleSettings
-from penstock.errors import BadEnvelope
+from penstock.errors import BadEnvelope, NewerMessage
 from penstock.model import Ack, Dead, Event, Outcome, Reason, Release, Retry, mint
 from penstock.ports import (
     Admitted,
@@ -35,6 +35,8 @@ from penstock.rules.proxies import needs_proxy
 from penstock.rules.reasons import sentence
 
 PARK_AFTER = 10.0  # seconds. If a slot is further away, the event is delayed in the ledger.
+# Seconds until a message of a newer release is offered again, at first and at most.
+NEWER_DELAY, NEWER_MAX_DELAY = 12.0, 300.0
 HOLD_AFTER = 0.05  # seconds. If a slot is further away, the broker holds the host until then.
 ALREADY_SETTLED = Admitted(verdict="settled")
 ENDED = ("success", "dead", "duplicate")
@@ -139,7 +141,9 @@ class Admission:
         for d, e in deliveries:
             outcome: Outcome | None = None
             admitted = ALREADY_SETTLED
-            if isinstance(e, BadEnvelope):
+            if isinstance(e, NewerMessage):
+                outcome = self._leave_to_newer(tx, d, e, now)
+            elif isinstance(e, BadEnvelope):
                 outcome = self._dead_letter_for_bad_envelope(tx, d, e, now)
             else:
                 # Use each state once. If an event is in the batch twice, its first delivery may
@@ -200,6 +204,23 @@ class Admission:
             page_meta=state.page_meta or b"",
             baseline=None if holder is None else _baseline(tx, holder),
         )
+
+    def _leave_to_newer(
+        self, tx: Transaction, d: Delivery, error: NewerMessage, now: float
+    ) -> Outcome:
+        """Delay a message that only a newer release can read. It is neither charged nor dead.
+
+        The delay is longer than PARK_AFTER. So the messages of an external broker wait in the
+        outgoing table, and no broker counts their deliveries. The delay grows with the event's age,
+        so that the history of an event that waits for days stays short.
+        """
+        state = state_of(tx, d.id)
+        age = 0.0 if state is None else now - state.accepted_at
+        delay = min(max(NEWER_DELAY, age / 4), NEWER_MAX_DELAY)
+        reason = sentence(Reason.NEWER, error.what, error.version, error.known)
+        if state is not None and state.status in ("pending", "delayed"):
+            tx.events.delay_unread(state, now + delay, reason, now)
+        return Retry(delay, reason)
 
     def _dead_letter_for_bad_envelope(
         self, tx: Transaction, d: Delivery, error: BadEnvelope, now: float

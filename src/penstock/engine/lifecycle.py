@@ -13,8 +13,10 @@ from functools import partial
 import msgspec
 
 from penstock.engine.claim_session import Claims, ClaimSession
-from penstock.engine.publishing import message_for, publish, requeue
+from penstock.engine.messages import Message
+from penstock.engine.publishing import message_for, publish, reopen_duplicate
 from penstock.engine.settings import LifecycleSettings
+from penstock.errors import NewerMessage
 from penstock.model import (
     Ack,
     Dead,
@@ -352,10 +354,9 @@ class Lifecycle:
         """Reopen the oldest duplicate of a dead owner, once, with a new budget."""
         found = tx.lookup.oldest_duplicate(dead.id)
         if found is not None:
-            n, envelope = found
-            event, reason = decode_event(envelope), sentence(Reason.PROMOTED, dead.id)
-            requeue(tx, n, event, was="duplicate", reason=reason, now=now, promoted=True)
-            tx.events.reassign_duplicates(dead.id, event.id)
+            reason = sentence(Reason.PROMOTED, dead.id)
+            reopen_duplicate(tx, found, reason=reason, now=now, promoted=True)
+            tx.events.reassign_duplicates(dead.id, found.id)
 
     def _reopen_newer_data(self, tx: Transaction, end: End, now: float) -> None:
         """Reopen the newest duplicate of a success whose extractors have read older event data.
@@ -363,12 +364,16 @@ class Lifecycle:
         The duplicate then waits for the end of the freshness window, as a later event does.
         """
         found = tx.lookup.newest_duplicate(end.event.id)
-        if found is not None and found[0] > end.row:
-            n, envelope = found
-            event = decode_event(envelope)
-            if not self.settings.drops(event) and read_other_data(end.extractors, event.data):
-                reason = sentence(Reason.NEWER_DATA, end.event.id)
-                requeue(tx, n, event, was="duplicate", reason=reason, now=now)
+        if found is None or found.n < end.row:
+            return
+        try:
+            event = decode_event(found.envelope)
+        except NewerMessage:
+            pass  # a newer release reads the data
+        else:
+            if self.settings.drops(event) or not read_other_data(end.extractors, event.data):
+                return
+        reopen_duplicate(tx, found, reason=sentence(Reason.NEWER_DATA, end.event.id), now=now)
 
     def _open_breaker(self, tx: Transaction, topic: str, now: float) -> None:
         """Pause the topic if too many of its recent events ended dead."""
@@ -395,8 +400,9 @@ def _insert(tx: Transaction, events: Sequence[Event], now: float) -> None:
 
 
 def _dead_letter(end: End) -> DeadLetter:
-    # A message on `pages` or `records` contains the envelope. The dead letter needs the envelope.
-    own = end.delivery.topic == end.event.topic
+    # A message on `pages` or `records` contains the envelope. The dead letter needs the envelope,
+    # with the fields that only a newer release knows.
+    own, body = end.delivery.topic == end.event.topic, end.delivery.body
     return DeadLetter(
         event_id=end.event.id,
         topic=end.event.topic,
@@ -407,7 +413,7 @@ def _dead_letter(end: End) -> DeadLetter:
         reason=end.reason,
         fingerprint=end.fingerprint,
         detail=end.detail,
-        envelope=end.delivery.body if own else encode_event(end.event),
+        envelope=body if own else Message.read(body).event,
         headers=msgspec.json.encode(end.delivery.headers).decode(),
     )
 

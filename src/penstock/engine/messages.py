@@ -5,22 +5,27 @@ The messages are JSON, so that other tools can read them.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import msgspec
 import zstandard
 
-from penstock.errors import BadEnvelope
-from penstock.model import Link, Record, page_id
+from penstock.errors import BadEnvelope, NewerMessage
+from penstock.model import Link, Record, major_version, page_id
 from penstock.ports import PageMeta
 
 M = TypeVar("M", bound="Message")
 # Bytes of the largest body that is unpacked from a message, independent of the sender's settings.
 MAX_INLINE_BODY = 4 << 20
+# Version of the messages, at the end of their type. A newer version is not understood. A new field
+# that readers may ignore does not change the version.
+VERSION = 1
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
     """Base of the messages."""
+
+    stem: ClassVar[str] = ""  # of the type, before the version
 
     event: bytes  # envelope of the request, unchanged
 
@@ -29,10 +34,12 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls: type[M], raw: bytes) -> M:
-        """Decode a message. Raise BadEnvelope if it is not valid."""
+        """Decode a message. Raise BadEnvelope if it is not valid, NewerMessage if it is newer."""
         try:
             return msgspec.json.decode(raw, type=cls)
         except (msgspec.MsgspecError, UnicodeError, RecursionError, ValueError) as e:
+            if cls.stem and (version := major_version(raw, cls.stem)) > VERSION:
+                raise NewerMessage(cls.__name__, version, VERSION) from e
             raise BadEnvelope(f"not a {cls.__name__}: {e}") from e
 
 
@@ -44,11 +51,15 @@ class Inline(msgspec.Struct, frozen=True, kw_only=True):
     data: bytes
 
 
-class PageMessage(Message, frozen=True, kw_only=True, omit_defaults=True, tag="penstock.page.v1"):
+class PageMessage(
+    Message, frozen=True, kw_only=True, omit_defaults=True, tag=f"penstock.page.v{VERSION}"
+):
     """A fetched page. `page` always refers to the page store.
 
     A reader that does not know `inline` ignores it and reads the body from the page store.
     """
+
+    stem: ClassVar[str] = "penstock.page.v"
 
     page: PageMeta
     inline: Inline | None = None
@@ -110,8 +121,10 @@ def _unpack(inline: Inline, size: int) -> bytes | None:
         return None
 
 
-class RecordsMessage(Message, frozen=True, kw_only=True, tag="penstock.records.v1"):
+class RecordsMessage(Message, frozen=True, kw_only=True, tag=f"penstock.records.v{VERSION}"):
     """The extraction result of a page."""
+
+    stem: ClassVar[str] = "penstock.records.v"
 
     page: PageMeta | None
     records: list[Record]

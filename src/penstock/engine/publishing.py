@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock.errors import StoreUnavailable
-from penstock.model import Event, encode_event
-from penstock.ports import Delivery, EventState, Out, Published, Transaction
+from penstock.errors import NewerMessage, StoreUnavailable
+from penstock.model import Event, decode_event
+from penstock.ports import Delivery, EventState, Out, Published, StoredEvent, Transaction
+from penstock.rules.envelopes import encode_again
 
 
 def message_for(event: Event, body: bytes) -> Out:
@@ -51,10 +52,24 @@ def publish(tx: Transaction, batch: Sequence[Out]) -> list[int]:
     return [position for _, position in placed]
 
 
+def publish_again(tx: Transaction, envelope: bytes) -> bool:
+    """Publish the message of an open event from its envelope.
+
+    Return False if only a newer release can read the envelope. Its workers publish the message.
+    """
+    try:
+        event = decode_event(envelope)
+    except NewerMessage:
+        return False
+    publish(tx, [message_for(event, envelope)])
+    return True
+
+
 def requeue(
     tx: Transaction,
     n: int,
     event: Event,
+    before: bytes,
     *,
     was: str,
     reason: str,
@@ -63,9 +78,11 @@ def requeue(
 ) -> None:
     """Reopen an ended event and publish its message again.
 
-    Resets `accepted_at`, so that `retry.max_age` counts from now.
+    Resets `accepted_at`, so that `retry.max_age` counts from now. `before` is the event's envelope.
+    Its fields that only a newer release knows are kept.
     """
-    body = encode_event(msgspec.structs.replace(event, accepted_at=round(now, 3)))
+    fresh = msgspec.structs.replace(event, accepted_at=round(now, 3))
+    body = encode_again(fresh, before)
     (position,) = publish(tx, [message_for(event, body)])
     tx.events.reopen(
         event,
@@ -77,3 +94,30 @@ def requeue(
         now=now,
         promoted=promoted,
     )
+
+
+def reopen_duplicate(
+    tx: Transaction, duplicate: StoredEvent, *, reason: str, now: float, promoted: bool = False
+) -> None:
+    """Reopen a duplicate, for example because its owner is dead.
+
+    If only a newer release can read its envelope, the message has the envelope unchanged.
+    """
+    n, before = duplicate.n, duplicate.envelope
+    try:
+        event = decode_event(before)
+    except NewerMessage:
+        event = Event(id=duplicate.id, url=duplicate.url, key=duplicate.host, topic=duplicate.topic)
+        (position,) = publish(tx, [message_for(event, before)])
+        tx.events.reopen(
+            event,
+            n,
+            was="duplicate",
+            reason=reason,
+            envelope=before,
+            position=position,
+            now=now,
+            promoted=promoted,
+        )
+        return
+    requeue(tx, n, event, before, was="duplicate", reason=reason, now=now, promoted=promoted)

@@ -11,9 +11,9 @@ from typing import TypeVar
 import msgspec
 
 from penstock.engine.maintenance import abandon
-from penstock.engine.publishing import message_again, message_for, publish
+from penstock.engine.publishing import message_again, publish_again
 from penstock.errors import PenstockError
-from penstock.model import Ack, Outcome, Reason, Release, Retry, decode_event
+from penstock.model import Ack, Outcome, Reason, Release, Retry
 from penstock.ports import (
     Broker,
     Capabilities,
@@ -489,7 +489,7 @@ class RelayChores:
             for row in tx.maintenance.stalled(now - 2 * self._lease, limit=500)
             if not tx.members.has_event(row[0], now) and not tx.outgoing.has(row[1])
         ]
-        for n, _, envelope in lost:
-            publish(tx, [message_for(decode_event(envelope), envelope)])
+        again = [n for n, _, envelope in lost if publish_again(tx, envelope)]
+        for n in again:
             tx.maintenance.note(n, "pending", sentence(Reason.REPUBLISHED), now)
-        return len(lost)
+        return len(again)

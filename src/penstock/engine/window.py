@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ from penstock.clock import wait
 from penstock.engine.inflight import UNSTARTED, InflightEvent, read_delivery
 from penstock.engine.outage import Outage
 from penstock.engine.settings import HostKind, Options, Stage
-from penstock.errors import BadEnvelope
+from penstock.errors import BadEnvelope, NewerMessage
 from penstock.model import Release
 from penstock.ports import Clock, Delivery, Subscription
 
@@ -22,6 +23,10 @@ HOST_HOLD = 0.25  # seconds for which the broker holds a host that uses its whol
 # Seconds without room in the prefetch window. Then deliveries beyond their host's share are
 # released.
 GIVE_BACK_AFTER = 1.0
+# Seconds without a `receive` after a batch of messages that only a newer release can read. Workers
+# of that release receive the next messages meanwhile.
+NEWER_PAUSE = 1.0
+log = logging.getLogger("penstock.worker")
 
 
 class PrefetchWindow:
@@ -44,6 +49,7 @@ class PrefetchWindow:
         self.body_bytes = 0  # bytes of held page bodies
         self.stopping = False
         self._room = asyncio.Event()
+        self._newer: set[str] = set()  # logged sentences about messages of a newer release
         self._received = 0.0  # time of the last `receive` or release of excess deliveries
 
     @property
@@ -93,6 +99,23 @@ class PrefetchWindow:
             except BadEnvelope as e:
                 unreadable.append((d, e))
         await dispatcher.admit(items, unreadable)
+        newer = [e for _, e in unreadable if isinstance(e, NewerMessage)]
+        for error in newer:
+            self._warn_of_newer(got[0].topic, error)
+        if len(newer) == len(got) and not self.stopping:
+            self._room.clear()
+            await wait(self._clock, self._room, NEWER_PAUSE)
+
+    def _warn_of_newer(self, topic: str, e: NewerMessage) -> None:
+        """Log once that messages wait for workers of a newer release."""
+        if e.message not in self._newer:
+            self._newer.add(e.message)
+            log.warning(
+                "topic %s: %s. Such messages are left to workers of the newer release: %s",
+                topic,
+                e.message,
+                e.hint,
+            )
 
     async def _hold_full_hosts(self, dispatcher: Dispatcher) -> None:
         """Let the broker hold hosts whose waiting events use their whole share of the window."""

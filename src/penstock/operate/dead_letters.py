@@ -43,7 +43,7 @@ class DeadLetterOffice:
             if (event.id, event.topic, event.url) != (before.id, before.topic, before.url):
                 raise ValueError("a redriven event keeps its id, topic and URL")
             tx.dead_letters.drop(id_)
-            requeue(tx, row, event, was="dead", reason=sentence(Reason.REDRIVEN), now=now)
+            requeue(tx, row, event, envelope, was="dead", reason=sentence(Reason.REDRIVEN), now=now)
             n += 1
         return n
 

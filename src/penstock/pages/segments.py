@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import struct
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,12 @@ CREATE TABLE page(hash BLOB PRIMARY KEY, segment INTEGER NOT NULL, frame INTEGER
 CREATE INDEX page_segment ON page(segment, frame);
 CREATE TABLE doomed(name TEXT PRIMARY KEY) WITHOUT ROWID;
 """
+# A segment begins with a frame that zstd skips: its magic number, the size of the rest, a name, and
+# the version. Release 0.1.0 wrote segments without it, which have version 1. A reader refuses a
+# newer version.
+VERSION = 1
+_HEADER = struct.Struct("<II4sI")
+_SKIPPABLE, _NAME = 0x184D2A50, b"PSEG"
 # Pages in one frame. Similar pages compress better together: 5.6:1 instead of 4.3:1, with less CPU.
 FRAME_PAGES = 32
 FRAME_BYTES = 4 << 20  # of bodies before compression, after which a frame is written
@@ -40,6 +47,19 @@ LIVE_SHARE = 0.5  # a segment with a smaller share of stored pages is rewritten
 # Compressed bytes moved in one transaction. Other writers wait for the transaction.
 MOVE_BYTES = 4 << 20
 ORPHANED = 3600.0  # seconds after which a segment without index rows is deleted
+
+
+def header(version: int) -> bytes:
+    """Return the first bytes of a segment."""
+    return _HEADER.pack(_SKIPPABLE, _HEADER.size - 8, _NAME, version)
+
+
+def version_in(start: bytes) -> int:
+    """Return the version of a segment from its first bytes."""
+    if len(start) < _HEADER.size:
+        return 1
+    magic, _, name, version = _HEADER.unpack(start)
+    return int(version) if (magic, name) == (_SKIPPABLE, _NAME) else 1
 
 
 class Staged(StagedPages):
@@ -127,17 +147,19 @@ class SegmentStore(Pages):
             self._rotate()
         staged.segment = self._name
         packed = self._compressor.compress(b"".join([body for _, body in frame]))
-        at = end = self._end
-        view = memoryview(packed)
+        start = b"" if self._end else header(VERSION)
+        end = self._end
+        at = end + len(start)
+        view = memoryview(start + packed)
         while view:
             wrote = os.pwrite(self._file, view, end)
             end += wrote
             view = view[wrote:]
         self._end = end
-        start = 0
+        offset = 0
         for hash_, body in frame:
-            staged.rows.append((hash_, at, len(packed), start, len(body)))
-            start += len(body)
+            staged.rows.append((hash_, at, len(packed), offset, len(body)))
+            offset += len(body)
 
     def _rotate(self) -> None:
         self._close_segment()
@@ -254,10 +276,23 @@ class SegmentStore(Pages):
     def _frame(self, name: str, frame: int, packed: int) -> bytes:
         try:
             with open(self.directory / name, "rb") as f:
+                version = version_in(f.read(_HEADER.size))
+                if version > VERSION:
+                    # Not a damaged page: its event waits for a worker that can read it.
+                    raise StoreUnavailable(
+                        f"segment {name} has version {version}, and this release reads version"
+                        f" {VERSION}: a newer release wrote it",
+                        hint="upgrade this installation of Penstock",
+                    )
                 f.seek(frame)
                 return self._decompressor.decompress(f.read(packed))
         except (OSError, zstandard.ZstdError) as e:
             raise Unreachable(f"pages cannot be read from {name}: {e}", hint=self.repair) from e
+
+    def _version(self, name: str) -> int:
+        with contextlib.suppress(OSError), open(self.directory / name, "rb") as f:
+            return version_in(f.read(_HEADER.size))
+        return VERSION
 
     def sizes_in(self, tx: Tx, pages: Sequence[str]) -> dict[str, int]:
         """Return the body sizes of those of `pages` that are stored."""
@@ -341,6 +376,8 @@ class SegmentStore(Pages):
             name = tx.execute("SELECT name FROM segment WHERE id=?", (id_,)).get
             if self._in_use(name):
                 continue
+            if self._version(name) > VERSION:
+                continue  # a newer release moves its pages
             frames = tx.execute(
                 "SELECT DISTINCT frame, packed FROM page WHERE segment=? ORDER BY frame", (id_,)
             ).fetchall()

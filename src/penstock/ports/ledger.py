@@ -126,6 +126,9 @@ class Events(Protocol):
     ) -> None:
         """Delay an event that was not started. See `End.waits_for`."""
 
+    def delay_unread(self, was: EventState, until: float, reason: str, now: float) -> None:
+        """Delay an event that was not started and whose envelope only a newer release can read."""
+
     def reopen(
         self,
         event: Event,
@@ -171,14 +174,14 @@ class EventLookup(Protocol):
     def failures(self, n: int) -> dict[str, int]:
         """Return recorded failures by error class, since the start of the current budget."""
 
-    def oldest_duplicate(self, owner: str) -> tuple[int, bytes] | None:
-        """Return (n, envelope) of the duplicate to promote when `owner` is dead.
+    def oldest_duplicate(self, owner: str) -> StoredEvent | None:
+        """Return the duplicate to promote when `owner` is dead.
 
         Return None if there is no duplicate, or if `owner` was promoted itself.
         """
 
-    def newest_duplicate(self, owner: str) -> tuple[int, bytes] | None:
-        """Return (n, envelope) of the newest duplicate of `owner`, or None if it has none."""
+    def newest_duplicate(self, owner: str) -> StoredEvent | None:
+        """Return the newest duplicate of `owner`, or None if it has none."""
 
     def add_to_trace(self, trace: str, url_key: bytes, now: float) -> bool:
         """Add a URL to a trace. Return False if the trace has it."""

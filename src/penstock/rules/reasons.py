@@ -81,6 +81,7 @@ SENTENCES: dict[Reason, str] = {
     Reason.BAD_LINK: "the extractor follows a link with a wrong value ({})",
     Reason.NO_SINK: "no sink or hook takes records of extractor {!r}",
     Reason.EXTRACTION: "extraction is not available",
+    Reason.NEWER: "waiting for a newer worker: {} version {} is newer than version {}",
     Reason.WATCHDOG: "watchdog: not done after {:g} s",
     Reason.UNRECORDED: "the books refused it",
     Reason.TOO_OLD: "too old to wait any longer",

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
+import msgspec
 from redis import Redis
 from redis import exceptions as wrong
 from redis.asyncio.connection import Connection, ConnectionPool, SSLConnection
@@ -30,12 +31,40 @@ REPLY_TIMEOUT = 10.0  # seconds for one round trip, after which the server count
 Argument = str | bytes | int | float
 
 
+class Layout(msgspec.Struct, frozen=True):
+    """The version of the keys of one adapter in one namespace.
+
+    The hash NAMESPACE.layout has the version of each adapter that has written keys.
+    """
+
+    namespace: str
+    part: str  # the adapter
+    version: int  # that this release reads and writes
+    first: tuple[str, ...]  # keys of a namespace that release 0.1.0 wrote. It has version 1.
+
+
 class Script:
     """Lua script that the server caches. The text is sent again if the server does not have it."""
 
     def __init__(self, text: str) -> None:
         self.text: Final = text.encode()
         self.sha: Final = hashlib.sha1(self.text, usedforsecurity=False).hexdigest().encode()
+
+
+# Return the version of the keys, and write it if it is missing. KEYS: the hash, then the keys of
+# version 1. ARGV: part, version.
+_LAYOUT = Script(
+    """#!lua flags=allow-oom
+local found = redis.call('HGET', KEYS[1], ARGV[1])
+if found then return tonumber(found) end
+local version = tonumber(ARGV[2])
+for i = 2, #KEYS do
+  if redis.call('EXISTS', KEYS[i]) == 1 then version = 1 end
+end
+redis.call('HSET', KEYS[1], ARGV[1], version)
+return version
+"""
+)
 
 
 class Lost(StoreUnavailable):
@@ -48,10 +77,11 @@ class Server:
     The server is checked once. A server that could lose the keys of Penstock is rejected.
     """
 
-    def __init__(self, url: str, *, evictable: bool) -> None:
+    def __init__(self, url: str, *, evictable: bool, layout: Layout | None = None) -> None:
         """Parse the URL. `evictable` means that the caller's keys have an expiry time.
 
-        Then a server that evicts only such keys is rejected too.
+        Then a server that evicts only such keys is rejected too. `layout` is the version of the
+        caller's keys. Keys of another version are rejected.
         """
         options, volatile = parse(url)
         self.name = f"{options['host']}:{options['port']}"
@@ -67,7 +97,7 @@ class Server:
             retry=Retry(NoBackoff(), 0),
             **self.options,
         )
-        self._evictable, self._volatile = evictable, volatile
+        self._evictable, self._volatile, self._layout = evictable, volatile, layout
         self._checked = False
         self._checking = asyncio.Lock()
 
@@ -214,7 +244,30 @@ class Server:
             self.judge(
                 dict(line.split(":", 1) for line in said.decode().splitlines() if ":" in line)
             )
+            if call := self.layout_call():
+                (found,) = await self._exchange([call])
+                if isinstance(found, wrong.RedisError):
+                    raise self.explained(found)
+                self.judge_layout(found)
             self._checked = True
+
+    def layout_call(self) -> Sequence[Argument]:
+        """Return the command that reads the version of the keys, or nothing without a version."""
+        if (own := self._layout) is None:
+            return ()
+        keys = (f"{own.namespace}.layout", *own.first)
+        return b"EVAL", _LAYOUT.text, len(keys), *keys, own.part, own.version
+
+    def judge_layout(self, found: int) -> None:
+        """Check the version of the keys. Raises ConfigError if it is another one."""
+        own = self._layout
+        if own is not None and found != own.version:
+            age = "a newer" if found > own.version else "an older"
+            raise ConfigError(
+                f"Redis at {self.name}: the {own.part} keys of namespace {own.namespace!r} have"
+                f" version {found}, this Penstock knows {own.version}; {age} release wrote them",
+                hint="run that release, or set `namespace` to another name",
+            )
 
     def judge(self, facts: Mapping[str, str]) -> None:
         """Check the reply of INFO. Raises Unreachable if the server is not usable."""
@@ -288,13 +341,15 @@ class Blocking:
     def _call(self, call: Callable[[Any], Any]) -> Any:
         try:
             if self._client is None:
-                client = Redis(
+                client: Any = Redis(
                     ssl=self._server.tls,
                     retry=BlockingRetry(NoBackoff(), 0),
                     **self._server.options,
                 )
                 facts: Any = client.info()
                 self._server.judge({name: str(fact) for name, fact in facts.items()})
+                if command := self._server.layout_call():
+                    self._server.judge_layout(client.execute_command(*command))
                 self._client = client
             return call(self._client)
         except (wrong.RedisError, OSError) as e:

@@ -37,6 +37,7 @@ NORMAL = 1
 # Suffixes of the priority classes. Normal has none, so that other programs find the topic.
 _CLASSES = {0: ".high", 2: ".low"}
 _PARTITION_BITS, _OFFSET_BITS = 12, 46
+DEAD_RETENTION = 30 * 86400.0  # seconds for which a topic of dead letters keeps messages, at least
 _NO_MEMBERS = frozenset({ConsumerGroupState.EMPTY, ConsumerGroupState.DEAD})
 
 
@@ -259,12 +260,11 @@ class Topics:
                 new = self._new_topic(
                     server_topic.name, cluster, spec, retry=server_topic.delay is not None
                 )
-                (last if server_topic.name == bare else wanted)[server_topic.name] = new
+                # A topic of dead letters may also be declared by its own name. It is one topic.
+                if server_topic.name not in wanted:
+                    (last if server_topic.name == bare else wanted)[server_topic.name] = new
             if plan.dead != bare:
-                wanted.setdefault(
-                    plan.dead,
-                    self._new_topic(plan.dead, cluster, spec, retry=True, keep=30 * 86400.0),
-                )
+                wanted.setdefault(plan.dead, self._new_topic(plan.dead, cluster, spec, retry=True))
         # Create the bare topic last. If it exists, all topics that belong to it exist.
         for step in (wanted, last):
             self._create([new for name, new in step.items() if name not in cluster.topics])
@@ -275,10 +275,9 @@ class Topics:
             self.retention.setdefault(name, int(new.config["retention.ms"]) / 1000)
         return drift
 
-    def _new_topic(
-        self, name: str, cluster: Any, spec: TopicSpec, *, retry: bool, keep: float = 0.0
-    ) -> Any:
+    def _new_topic(self, name: str, cluster: Any, spec: TopicSpec, *, retry: bool) -> Any:
         s = self.settings
+        keep = DEAD_RETENTION if name.endswith(DEAD) else 0.0
         copies = min(s.replication, max(1, len(cluster.brokers)))
         small = retry or spec.name.endswith(DEAD)
         return _api.NewTopic(

@@ -36,7 +36,9 @@ from penstock.ports import (
 )
 from penstock.rules.priority import CLASSES, class_of, shares
 from penstock.stores.context import Context
-from penstock.stores.redis import Argument, Lost, Server
+from penstock.stores.redis import Argument, Layout, Lost, Server
+
+VERSION = 1  # of the keys
 
 # Milliseconds of the start of 2020. Positions count from it, so that they fit into 63 bits until
 # 2054.
@@ -79,6 +81,13 @@ def base_of(prefix: str, topic: str) -> str:
         root = root.removesuffix(".dead")
     name = f"{prefix}.{root}".replace("{", "_").replace("}", "_")
     return "{" + name + "}" + topic[len(root) :]
+
+
+def layout_of(namespace: str) -> Layout:
+    """Return the version of the broker's keys. `scripts` describes the keys."""
+    topics = ("requests", "pages", "records")
+    first = tuple(base_of(namespace, topic) for topic in topics)
+    return Layout(namespace, "broker", VERSION, first)
 
 
 def _headers(raw: bytes) -> dict[str, str]:
@@ -345,6 +354,6 @@ def open_broker(url: str, context: Context) -> RedisBroker:
 
     Broker keys never expire, so only a server that evicts keys without an expiry is refused.
     """
-    return RedisBroker(
-        Server(url, evictable=False), context.config.namespace or "penstock", context.clock
-    )
+    namespace = context.config.namespace or "penstock"
+    server = Server(url, evictable=False, layout=layout_of(namespace))
+    return RedisBroker(server, namespace, context.clock)

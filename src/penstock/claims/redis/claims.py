@@ -23,8 +23,9 @@ from penstock.claims.views import MEMORY, HostView, usual_limits
 from penstock.ports import CachedRobots, ClaimChange, Clock, Exempt, Holder
 from penstock.rules import pace
 from penstock.stores.context import Context
-from penstock.stores.redis import Argument, Blocking, Server
+from penstock.stores.redis import Argument, Blocking, Layout, Server
 
+VERSION = 1  # of the keys
 MEASURED = 60.0  # seconds after which a measurement of the server's clock is replaced
 KEPT_ROBOTS = 7 * 86400.0  # seconds that a cached robots.txt is kept after it has expired
 _encode = msgspec.msgpack.Encoder().encode
@@ -327,14 +328,21 @@ class RedisClaims(HostView):
         await self.server.close()
 
 
+def layout_of(namespace: str) -> Layout:
+    """Return the version of the claims' keys. `scripts` describes the keys."""
+    base = lua.base_of(namespace)
+    return Layout(namespace, "claims", VERSION, (f"{base}:url", f"{base}:host"))
+
+
 def open_claims(url: str, context: Context) -> RedisClaims:
     """Return the claims without I/O.
 
     Only cached robots.txt files have an expiry time. So a server may evict keys that expire.
     """
+    namespace = context.config.namespace or "penstock"
     return RedisClaims(
-        Server(url, evictable=False),
-        context.config.namespace or "penstock",
+        Server(url, evictable=False, layout=layout_of(namespace)),
+        namespace,
         context.clock,
         usual_limits(context.config.pace),
         context.rng,

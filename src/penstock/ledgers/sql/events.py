@@ -234,13 +234,29 @@ class SqlEvents(LedgerTable):
         waits_for: str = "",
     ) -> None:
         """Delay an event that was not started."""
+        self._delay(event.topic, was, until, reason, now, waits_for)
+
+    def delay_unread(self, was: EventState, until: float, reason: str, now: float) -> None:
+        """Delay an event that was not started and whose envelope only a newer release can read."""
+        topic = self._tx.execute("SELECT topic FROM event WHERE n=?", (was.n,)).get
+        self._delay(topic, was, until, reason, now)
+
+    def _delay(
+        self,
+        topic: str,
+        was: EventState,
+        until: float,
+        reason: str,
+        now: float,
+        waits_for: str = "",
+    ) -> None:
         self._tx.execute(
             "UPDATE event SET status='delayed', not_before=?, reason=?, waits_for=? WHERE n=?",
             (until, reason, waits_for or None, was.n),
         )
         self._record(was.n, now, "delayed", reason=reason)
         if was.status != "delayed":  # a second delay was counted at the first
-            self._count(event.topic, {was.status: -1, "delayed": 1})
+            self._count(topic, {was.status: -1, "delayed": 1})
 
     def reopen(
         self,

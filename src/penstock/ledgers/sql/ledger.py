@@ -68,6 +68,10 @@ RECORD = (
     " DO UPDATE SET worker=excluded.worker, stage=excluded.stage, class=excluded.class,"
     " reason=excluded.reason"
 )
+STORED = (  # the columns of ports.StoredEvent
+    "SELECT e.n, e.id, e.topic, e.status, e.url, e.host, v.body"
+    " FROM event e JOIN envelope v ON v.event=e.n"
+)
 STATE = "e.id, e.n, e.status, e.attempts, e.starts, e.crashes, e.accepted_at, e.not_before, e.fence"
 
 

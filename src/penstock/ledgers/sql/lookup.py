@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock.ledgers.sql.ledger import LedgerTable
-from penstock.ports import Baseline, EventState, PageMeta
+from penstock.ledgers.sql.ledger import STORED, LedgerTable
+from penstock.ports import Baseline, EventState, PageMeta, StoredEvent
 from penstock.rules.freshness import Claim
 
 decode_meta = msgspec.msgpack.Decoder(PageMeta).decode
@@ -130,23 +130,20 @@ class SqlEventLookup(LedgerTable):
             )
         )
 
-    def oldest_duplicate(self, owner: str) -> tuple[int, bytes] | None:
+    def oldest_duplicate(self, owner: str) -> StoredEvent | None:
         if self._tx.execute("SELECT promoted FROM event WHERE id=?", (owner,)).get:
             return None
-        row: tuple[int, bytes] | None = self._tx.execute(
-            "SELECT e.n, v.body FROM event e JOIN envelope v ON v.event=e.n"
-            " WHERE e.duplicate_of=? AND e.status='duplicate' ORDER BY e.n LIMIT 1",
-            (owner,),
-        ).get
-        return row
+        return self._duplicate(owner, "e.n")
 
-    def newest_duplicate(self, owner: str) -> tuple[int, bytes] | None:
-        row: tuple[int, bytes] | None = self._tx.execute(
-            "SELECT e.n, v.body FROM event e JOIN envelope v ON v.event=e.n"
-            " WHERE e.duplicate_of=? AND e.status='duplicate' ORDER BY e.n DESC LIMIT 1",
+    def newest_duplicate(self, owner: str) -> StoredEvent | None:
+        return self._duplicate(owner, "e.n DESC")
+
+    def _duplicate(self, owner: str, order: str) -> StoredEvent | None:
+        row = self._tx.execute(
+            f"{STORED} WHERE e.duplicate_of=? AND e.status='duplicate' ORDER BY {order} LIMIT 1",
             (owner,),
         ).get
-        return row
+        return None if row is None else StoredEvent(*row)
 
     def add_to_trace(self, trace: str, key: bytes, now: float) -> bool:
         self._tx.execute(

@@ -7,15 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 from penstock.ledgers.sql.counters import TALLY_SECONDS
 from penstock.ledgers.sql.dead_letters import SqlDeadLetters
-from penstock.ledgers.sql.ledger import LedgerTable
+from penstock.ledgers.sql.ledger import STORED, LedgerTable
 from penstock.model import Reason
 from penstock.ports import DeadLetter, StoredEvent
 from penstock.rules.reasons import sentence
-
-_STORED = (
-    "SELECT e.n, e.id, e.topic, e.status, e.url, e.host, v.body"
-    " FROM event e JOIN envelope v ON v.event=e.n"
-)
 
 
 class SqlEventMaintenance(LedgerTable):
@@ -87,13 +82,13 @@ class SqlEventMaintenance(LedgerTable):
             "pages": f"e.status IN ('pending','delayed') AND {known}",
             "records": "e.status='writing' AND e.worker IS NULL",
         }[topic]
-        rows = self._tx.execute(f"{_STORED} WHERE {which} ORDER BY e.n LIMIT ?", (limit,))
+        rows = self._tx.execute(f"{STORED} WHERE {which} ORDER BY e.n LIMIT ?", (limit,))
         return [StoredEvent(*row) for row in rows]
 
     def waiting(self, id: str) -> StoredEvent | None:
         """Return the event if it is open and no worker has started it."""
         row = self._tx.execute(
-            f"{_STORED} WHERE e.id=? AND (e.status IN ('pending','delayed')"
+            f"{STORED} WHERE e.id=? AND (e.status IN ('pending','delayed')"
             " OR (e.status='writing' AND e.worker IS NULL))",
             (id,),
         ).get
