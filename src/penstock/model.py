@@ -419,7 +419,10 @@ class Reason(enum.StrEnum):
     PAGE_GONE = "page_gone"
     MESSAGE_SIZE = "message_size"
     PURGED = "purged"
-    BREAKER = "breaker"  # the circuit breaker paused the topic
+    BREAKER = "breaker"  # the circuit breaker paused a host, an extractor or a topic
+    BREAKER_HOSTS = "breaker_hosts"  # it paused the topic, because it had paused many hosts
+    HOST_PAUSED = "host_paused"
+    EXTRACTOR_PAUSED = "extractor_paused"
     # Intake
     ENVELOPE = "envelope"
     REFUSED = "refused"  # a finding does not make a valid event

@@ -30,7 +30,7 @@ from penstock.locks import WorkerLock
 from penstock.model import REMOVED, Event, Link, Record, decode_event, encode_event, page_id
 from penstock.pages.segments import SegmentStore
 from penstock.ports import Accepted, Admitted, Delivery, End, Out, PageMeta, Row, TopicSpec
-from penstock.rules import breaker, pace
+from penstock.rules import pace
 from penstock.rules.events import event_of
 from penstock.runtime.assembly import Assembly
 from penstock.stores.sqlite import Database
@@ -1171,7 +1171,7 @@ async def test_a_table_sink_that_raises_rolls_back_the_whole_end(tmp_path: Path)
     assert await rig.pages.get(page_id(b"p")) == b"p"
 
 
-# -- dead letters and the breaker ------------------------------------------------------------------
+# -- dead letters ----------------------------------------------------------------------------------
 
 
 async def test_a_redriven_dead_letter_has_a_new_budget_and_its_old_history(rig: Rig) -> None:
@@ -1227,46 +1227,6 @@ async def test_an_event_that_is_dead_in_a_later_stage_can_be_redriven(rig: Rig) 
     assert await rig.dead_letters.redrive(["e1"]) == 1
     assert_books_balance(rig)
     await rig.start("e1")
-
-
-async def test_the_breaker_opens_at_fifty_dead_events_if_they_exceed_a_fifth(
-    tmp_path: Path,
-) -> None:
-    async def run(dead: int, success: int) -> str | None:
-        rig = Rig(tmp_path / f"{dead}-{success}")
-        ids = [f"e{i}" for i in range(dead + success)]
-        for i, id_ in enumerate(ids):
-            await rig.lifecycle.accept([event_of(f"{URL}{i}", id_=id_)])
-        begun = []
-        while held := await rig.admit():
-            begun += await rig.begin(held)
-        ends = []
-        for i, (d, e, a, fence) in enumerate(begun):
-            outcome: Outcome = "success" if i < success else "dead"
-            reason = "" if outcome == "success" else "x"
-            ends.append(
-                End(event=e, delivery=d, fence=fence, row=a.row, outcome=outcome, reason=reason)
-            )
-        await rig.lifecycle.conclude(ends)
-        assert_books_balance(rig)
-        paused = rig.uow.snapshot(lambda tx: tx.queue.paused()).get("requests")
-        await rig.lifecycle.accept([event_of(URL, id_="last")])
-        assert bool(await rig.receive()) is (paused is None), "a paused topic delivers nothing"
-        return str(paused) if paused else None
-
-    assert await run(49, 0) is None
-    assert await run(50, 200) is None
-    assert await run(50, 199) == "breaker: 50 of 249 events ended dead within 60 s"
-
-
-async def test_the_breaker_ignores_dead_events_outside_its_window(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, breaker=breaker.Limits(at_least=2, dead_share=0.2, window=60.0))
-    for i in range(2):
-        await rig.accept(f"e{i}", url=URL + str(i))
-        (begun,) = await rig.start()
-        await rig.die(begun)
-        rig.clock.advance(70.0)
-    assert rig.uow.snapshot(lambda tx: tx.queue.paused()) == {}
 
 
 # -- slots -----------------------------------------------------------------------------------------

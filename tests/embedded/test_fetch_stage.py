@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gzip
 import itertools
+import math
 import socket
 import ssl
 import subprocess
@@ -76,6 +77,9 @@ class Hosts:
         self.states[host] = rules.report(
             self.state(host), self.limits, self.time.now(), status, retry_after, seconds
         )
+
+    async def pause(self, host: str) -> None:
+        self.states[host] = msgspec.structs.replace(self.state(host), paused_until=math.inf)
 
     async def crawl_delay(self, host: str, seconds: float | None) -> None:
         self.states[host] = msgspec.structs.replace(self.state(host), crawl_delay=seconds)

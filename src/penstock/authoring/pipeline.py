@@ -365,6 +365,10 @@ class Pipeline:
             if e.fits(url) or (requested is not None and requested != url and e.fits(requested))
         ]
 
+    def names_for(self, url: str, requested: str) -> list[str]:
+        """Return the names of the extractors for a page."""
+        return [e.name for e in self.matching(url, requested)]
+
     def signature(self, url: str, requested: str | None = None) -> str:
         """Return `name@version,…#HASH` of the extractors for this page and of the loaded files.
 

@@ -53,7 +53,13 @@ class HostView:
     def next_slots(
         self, host: str, state: pace.HostState, n: int, now: float, within: float | None
     ) -> tuple[pace.HostState, Sequence[float]]:
-        """Return the state after `n` reservations and their slots. Cache the host's interval."""
+        """Return the state after `n` reservations and their slots.
+
+        Cache the host's interval, and until when it is blocked.
+        """
+        held = pace.held_until(state)
+        if held > now or host in self._slowed:
+            self._slowed[host] = held
         if len(self._gaps) > MEMORY:
             self._gaps.clear()
         self._gaps[host] = pace.interval(state, self.limits)
@@ -76,6 +82,12 @@ class HostView:
             )
             self._slowed[host] = pace.held_until(state)
             self._void(host, state.slower_since)
+
+    async def pause(self, host: str) -> None:
+        await self._change_state(
+            host, lambda state: msgspec.structs.replace(state, paused_until=math.inf)
+        )
+        self._slowed[host] = math.inf
 
     async def crawl_delay(self, host: str, seconds: float | None) -> None:
         def decide(state: pace.HostState) -> pace.HostState:

@@ -28,7 +28,7 @@ class PaceRecorder:
             claims.crawl_delay,
             claims.blocked_until,
         )
-        self.refresh = claims.refresh
+        self.refresh, self.pause = claims.refresh, claims.pause
         self.concurrency, self.exempt, self.gap = claims.concurrency, claims.exempt, claims.gap
 
     async def reserve(

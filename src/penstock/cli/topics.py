@@ -28,6 +28,7 @@ from penstock.cli.output import (
 from penstock.config import units
 from penstock.errors import DIFFERENCES, OK, BadEnvelope, UsageError
 from penstock.operate.figures import count, iso, lasting, moment, plural, short
+from penstock.rules.waiting import TOPIC
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -269,7 +270,8 @@ def _pause(common: Common, topic: str, reason: str | None) -> None:
             known = tx.queue.pause(topic, reason)
             if reason is None:
                 # Otherwise the next dead event would open the breaker again.
-                tx.counters.reset_ends(f"topic:{topic}")
+                tx.breakers.reset_ends(TOPIC + topic)
+                tx.breakers.stop_counting()
             return known
 
         if not stores.uow.write_now(work):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
@@ -33,6 +34,7 @@ from penstock.rules.dependencies import read_other_data
 from penstock.rules.fingerprint import fingerprint
 from penstock.rules.proxies import needs_proxy
 from penstock.rules.reasons import sentence
+from penstock.rules.waiting import HOST
 
 PARK_AFTER = 10.0  # seconds. If a slot is further away, the event is delayed in the ledger.
 # Seconds until a message of a newer release is offered again, at first and at most.
@@ -301,7 +303,8 @@ class Admission:
         for (d, e), a in zip(deliveries, answers, strict=True):
             if a.slot < 0 and isinstance(e, Event):
                 a.slot = slot = next(slots[e.key])
-                if slot > now + HOLD_AFTER:
+                # All messages of a paused host are delivered, and each event becomes `delayed`.
+                if slot > now + HOLD_AFTER and not self._is_paused(e.key):
                     until = plan.holds.setdefault((d.topic, d.group), {})
                     # Hold the host until its last assigned slot. If some slots are too far away,
                     # hold it until the first of these, which is still free.
@@ -313,6 +316,10 @@ class Admission:
             plan.answers.append(a)
         return plan
 
+    def _is_paused(self, host: str) -> bool:
+        """Return True if the host is paused until an operator resumes it."""
+        return self._pace.blocked_until(host) == math.inf
+
     def _record_slots(self, tx: Transaction, plan: _SlotPlan) -> None:
         """Delay events whose slot is far away, and hold hosts until their slots."""
         now = self._clock.now()
@@ -321,7 +328,11 @@ class Admission:
             if tx.queue.settle([(d, Retry(slot - now, "slot"))])[0]:
                 state = state_of(tx, e.id)
                 assert state is not None
-                tx.events.delay(e, state, slot, sentence(Reason.SLOT, e.key), now)
+                if self._is_paused(e.key):
+                    reason, cause = sentence(Reason.HOST_PAUSED, e.key), HOST + e.key
+                else:
+                    reason, cause = sentence(Reason.SLOT, e.key), ""
+                tx.events.delay(e, state, slot, reason, now, waits_for=cause)
         for (topic, group), until in plan.holds.items():
             tx.queue.hold_keys(topic, group, until)
 

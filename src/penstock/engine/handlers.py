@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from penstock.engine.batching import Batcher
+from penstock.engine.breakers import Breakers
 from penstock.engine.dispatcher import Dispatcher
 from penstock.engine.inflight import InflightEvent
 from penstock.engine.messages import PageMessage, RecordsMessage, page_message
@@ -34,6 +36,7 @@ from penstock.ports import (
 from penstock.rules import retry
 from penstock.rules.dependencies import are_unchanged, dependencies
 from penstock.rules.reasons import sentence
+from penstock.rules.waiting import EXTRACTOR
 
 CRASHES_BEFORE_ISOLATION = 2  # crashed starts. Then the page is extracted alone, in a child.
 
@@ -60,6 +63,8 @@ class Handlers:
         suspects: Extraction | None,
         pages: PageStore,
         signature: Callable[[str, str], str],
+        extractors: Callable[[str, str], Sequence[str]],
+        breakers: Breakers,
         policies: Mapping[tuple[str, ErrorClass], retry.Policy],
         emit_unchanged: bool,
     ) -> None:
@@ -73,6 +78,8 @@ class Handlers:
         )
         self._signature, self._policies = signature, policies
         self._emit_unchanged = emit_unchanged
+        # Names of the extractors of a page, by its URL and the requested URL.
+        self._extractors, self._breakers = extractors, breakers
         self._extracts: Batcher[InflightEvent] = Batcher(
             options.extract_group,
             lambda: window.linger(options.extract_linger),
@@ -306,6 +313,11 @@ class Handlers:
     async def _extract_batch(self, items: Sequence[InflightEvent]) -> None:
         """Extract a batch of pages. Suspects run alone, outside this process."""
         assert self._extraction is not None
+        if self._breakers.extractors:
+            items = await self._without_paused(items)
+            if not items:
+                self._flush_if_idle(own_tasks=1)
+                return
         suspects = [i for i in items if i.admitted.crashes >= CRASHES_BEFORE_ISOLATION]
         if self._suspects is None or not suspects:
             await self._extract(items, self._extraction)
@@ -314,6 +326,32 @@ class Handlers:
         await asyncio.gather(
             self._extract(suspects, self._suspects), self._extract(others, self._extraction)
         )
+
+    async def _without_paused(self, items: Sequence[InflightEvent]) -> list[InflightEvent]:
+        """Delay pages of paused extractors, with their stored pages. Return the other pages."""
+        # An operator may have resumed an extractor since the last refresh.
+        with contextlib.suppress(StoreUnavailable):
+            await self._breakers.refresh()
+        others = []
+        for item in items:
+            paused = self._breakers.extractors.intersection(self._names(item))
+            if not paused:
+                others.append(item)
+                continue
+            name = min(paused)
+            failure = Failure(
+                ErrorClass.OURS,
+                sentence(Reason.EXTRACTOR_PAUSED, name),
+                code=Reason.EXTRACTOR_PAUSED,
+                waits_for=EXTRACTOR + name,
+            )
+            self._recorder.fail(item, "extract", failure)
+        return others
+
+    def _names(self, item: InflightEvent) -> Sequence[str]:
+        """Return the names of the extractors that match the page of an event."""
+        url = item.event.url
+        return self._extractors(item.meta.url if item.meta else url, url)
 
     async def _extract(self, items: Sequence[InflightEvent], by: Extraction) -> None:
         try:
@@ -355,7 +393,8 @@ class Handlers:
             kind = ErrorClass(x.kind or "permanent")
             code = x.code or Reason.OTHER
             failure = Failure(kind, x.error, code=code, detail=x.detail, after=x.after)
-            self._recorder.fail(item, "extract", failure)
+            names = [x.extractor] if x.extractor else self._names(item)
+            self._recorder.fail(item, "extract", failure, extractors=names)
         elif self._last == "extract":
             body = item.delivery.body
             message = RecordsMessage(

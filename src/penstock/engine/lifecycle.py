@@ -12,6 +12,7 @@ from functools import partial
 
 import msgspec
 
+from penstock.engine.breakers import Breakers, Tripped
 from penstock.engine.claim_session import Claims, ClaimSession
 from penstock.engine.messages import Message
 from penstock.engine.publishing import message_for, publish, reopen_duplicate
@@ -47,7 +48,6 @@ from penstock.ports import (
     Transaction,
     UnitOfWork,
 )
-from penstock.rules import breaker
 from penstock.rules.dependencies import read_other_data, reads_data
 from penstock.rules.fingerprint import fingerprint
 from penstock.rules.identity import BadUrl, canonical_url, host_key
@@ -97,6 +97,7 @@ class Lifecycle:
         claims: Claims,
         pages: PageStore,
         topics: Topics,
+        breakers: Breakers,
         settings: LifecycleSettings,
         *,
         url_key: Callable[[str], bytes],
@@ -104,6 +105,7 @@ class Lifecycle:
     ) -> None:
         self._uow, self._claims, self.pages, self._topics = uow, claims, pages, topics
         self.settings, self._url_key, self._clock = settings, url_key, clock
+        self.breakers = breakers
 
     # -- accepting ---------------------------------------------------------------------------------
 
@@ -193,7 +195,7 @@ class Lifecycle:
             staged = self.pages.stage(bodies)
             try:
                 await self.pages.send(staged)
-                answers = await self._uow.write(
+                answers, tripped = await self._uow.write(
                     partial(self._conclude, session=session, ends=ends, staged=staged)
                 )
                 break
@@ -206,6 +208,8 @@ class Lifecycle:
             {o.topic for end in ends for o in end.publish}
             | {end.event.topic for end in ends if end.links or end.outcome in ("dead", "release")}
         )
+        if tripped:
+            await self.breakers.open(tripped)
         return answers
 
     def _keys_of_links(self, ends: Sequence[End]) -> Iterator[bytes]:
@@ -218,8 +222,10 @@ class Lifecycle:
 
     def _conclude(
         self, tx: Transaction, session: ClaimSession, ends: Sequence[End], staged: StagedPages
-    ) -> list[bool]:
+    ) -> tuple[list[bool], list[Tripped]]:
+        """Return whether each fence was current, and what exceeded the limits of the breaker."""
         now = self._clock.now()
+        ends = self.breakers.causes(tx, ends)
         if tx.pages.index(staged):
             raise _PagesGone
         tx.events.prefetch_fences([end for end in ends if end.outcome != "success"])
@@ -232,6 +238,7 @@ class Lifecycle:
             topic: Counter() for topic in {end.event.topic for end in ends}
         }
         settles: list[tuple[Delivery, Outcome]] = []
+        dead: list[End] = []
         self._write_records(tx, [end for end in successes if end.records], delta)
         for end in ends:
             count = delta[end.event.topic]
@@ -250,6 +257,10 @@ class Lifecycle:
                 changed, outcome = self._end(tx, end, now, count)
             answers.append(changed)
             if changed:
+                if end.outcome == "dead":
+                    dead.append(end)
+                if end.waits_for:  # the message of its next start is this one
+                    tx.events.set_position(end.row, end.delivery.position)
                 count["writing" if end.was_writing else "in_flight"] -= 1
                 if end.publish:
                     publish(tx, end.publish)
@@ -259,14 +270,9 @@ class Lifecycle:
             settles.append((end.delivery, outcome if changed else Release()))
         for topic, count in delta.items():
             tx.counters.add(topic, count)
-            if count["success"] or count["dead"]:
-                what = f"topic:{topic}"
-                ends_by_class = {(what, ""): count["success"], (what, "dead"): count["dead"]}
-                tx.counters.record_ends(ends_by_class, now)
-            if count["dead"]:
-                self._open_breaker(tx, topic, now)
+        tripped = self.breakers.count(tx, successes, dead, now) if successes or dead else []
         tx.queue.settle(settles)
-        return answers
+        return answers, tripped
 
     def _end(
         self, tx: Transaction, end: End, now: float, count: Counter[str]
@@ -374,14 +380,6 @@ class Lifecycle:
             if self.settings.drops(event) or not read_other_data(end.extractors, event.data):
                 return
         reopen_duplicate(tx, found, reason=sentence(Reason.NEWER_DATA, end.event.id), now=now)
-
-    def _open_breaker(self, tx: Transaction, topic: str, now: float) -> None:
-        """Pause the topic if too many of its recent events ended dead."""
-        limits = self.settings.breaker
-        recent = tx.counters.recent_ends(f"topic:{topic}", limits.window, now)
-        ended, dead = sum(recent.values()), sum(recent.values()) - recent.get("", 0)
-        if breaker.judge(limits, ended, dead) == "open":
-            tx.queue.pause(topic, sentence(Reason.BREAKER, dead, ended, limits.window))
 
 
 def _insert(tx: Transaction, events: Sequence[Event], now: float) -> None:

@@ -18,6 +18,7 @@ from penstock.ports import (
 )
 from penstock.rules import breaker
 from penstock.rules.fingerprint import fingerprint
+from penstock.rules.waiting import TOPIC
 
 
 def abandon(tx: Transaction, event: StoredEvent, reason: str, now: float) -> None:
@@ -48,8 +49,8 @@ class Maintenance:
         now, limits = self._clock.now(), self._settings.breaker
         recent = {}
         for topic in tx.counters.topics():
-            ends = tx.counters.recent_ends(f"topic:{topic}", limits.window, now)
-            recent[topic] = sum(ends.values()), sum(ends.values()) - ends.get("", 0)
+            ends = tx.breakers.recent_ends(TOPIC + topic, limits.window, now)
+            recent[topic] = breaker.ended_and_dead(ends)
         return {topic: seen for topic, seen in recent.items() if breaker.judge(limits, *seen)}
 
     async def reclaim(self, directory: Path) -> list[str]:

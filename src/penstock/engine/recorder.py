@@ -87,8 +87,13 @@ class Recorder:
         item.state = State.OUTCOME
         self.batches.add((item, end))
 
-    def fail(self, item: InflightEvent, stage: str, f: Failure) -> None:
-        """End an event after a failure: delay it, retry it, or mark it as dead."""
+    def fail(
+        self, item: InflightEvent, stage: str, f: Failure, *, extractors: Sequence[str] = ()
+    ) -> None:
+        """End an event after a failure: delay it, retry it, or mark it as dead.
+
+        `extractors` are the names of those that failed.
+        """
         if item.state is State.OUTCOME:
             return  # it has ended, for example before its handler was cancelled
         now, max_age = self._clock.now(), self._options.max_age
@@ -142,6 +147,7 @@ class Recorder:
             error_class=f.kind,
             response_status=f.status,
             charged=decision.charged,
+            failed_extractors=extractors,
             fingerprint=fingerprint(stage, f.kind, reason),
         )
         self._signals.failed(

@@ -49,6 +49,7 @@ class Worker:
         extraction: Extraction | None,
         suspects: Extraction | None,
         signature: Callable[[str, str], str],
+        extractors: Callable[[str, str], Sequence[str]],
         policies: dict[tuple[str, ErrorClass], retry.Policy],
         options: Options,
         clock: Clock,
@@ -98,6 +99,8 @@ class Worker:
             suspects=suspects,
             pages=lifecycle.pages,
             signature=signature,
+            extractors=extractors,
+            breakers=lifecycle.breakers,
             policies=policies,
             emit_unchanged=lifecycle.settings.emit_unchanged,
         )

@@ -94,7 +94,7 @@ def run(pipeline: Pipeline, page: Page, *, max_output: int = MAX_OUTPUT) -> Extr
                 if bytes_left < 0 or len(out.records) > MAX_RECORDS or len(out.links) > MAX_LINKS:
                     raise _InvalidRecord(_describe_excess(out, max_output))
     except _InvalidRecord as e:
-        return Extracted(
+        out = Extracted(
             error=_line(f"{extractor.name if extractor else ''}: {e}"),
             kind=ErrorClass.PERMANENT.value,
         )
@@ -109,13 +109,13 @@ def run(pipeline: Pipeline, page: Page, *, max_output: int = MAX_OUTPUT) -> Extr
             kind=ErrorClass.PERMANENT.value,
         )
     except _EmptyKey as e:
-        return Extracted(
+        out = Extracted(
             error=_line(sentence(Reason.EMPTY_KEY, detail=e)),
             code=Reason.EMPTY_KEY,
             kind=ErrorClass.PERMANENT.value,
         )
     except Failure as e:
-        return Extracted(
+        out = Extracted(
             error=_line(e.reason),
             code=None if e.code is Reason.OTHER else e.code,
             kind=ErrorClass(e.kind).value,
@@ -125,17 +125,19 @@ def run(pipeline: Pipeline, page: Page, *, max_output: int = MAX_OUTPUT) -> Extr
     except MemoryError as e:
         # The memory limit of this process was reached, perhaps because of other pages. So the page
         # runs again alone, as after a crash.
-        return Extracted(
+        out = Extracted(
             error=_line(_describe_error(e)),
             code=Reason.MEMORY,
             kind=ErrorClass.POISON.value,
             detail=_trace(e),
         )
     except (Exception, SystemExit, GeneratorExit) as e:
-        return Extracted(
+        out = Extracted(
             error=_line(_describe_error(e)), kind=ErrorClass.PERMANENT.value, detail=_trace(e)
         )
     out.read_event, out.read_headers = page.event_was_read, page.headers_were_read
+    if out.error and extractor is not None:
+        out.extractor = extractor.name
     return out
 
 

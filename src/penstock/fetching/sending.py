@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Literal, TypeVar
 
@@ -12,6 +13,7 @@ from penstock.ports import Clock, Fetcher, Pace, Response
 from penstock.rules.pace import LATE, MAX_RETRY_AFTER, parse_retry_after
 from penstock.rules.reasons import sentence
 from penstock.rules.verdict import breach
+from penstock.rules.waiting import HOST
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -44,6 +46,16 @@ def keep(cache: dict[K, V], key: K, value: V, limit: int) -> None:
     cache[key] = value
 
 
+def _paused(host: str) -> Failure:
+    return Failure(
+        ErrorClass.THROTTLED,
+        sentence(Reason.HOST_PAUSED, host),
+        code=Reason.HOST_PAUSED,
+        after=MAX_RETRY_AFTER,
+        waits_for=HOST + host,
+    )
+
+
 class Sender:
     """Sends requests through the egress object, within the limits of each host."""
 
@@ -66,6 +78,8 @@ class Sender:
                 # first, because the event could be delayed for a long time.
                 await self._pace.refresh()
             if (wait := self._pace.blocked_until(host) - self._clock.now()) > 0:
+                if wait == math.inf:
+                    raise _paused(host)
                 raise breach(Reason.HELD, host, after=min(wait, MAX_RETRY_AFTER))
             response = await self._fetcher.fetch(
                 url, method=method, headers=headers, body=body, proxy=proxy
@@ -81,6 +95,8 @@ class Sender:
             slot = (await self._pace.reserve({host: 1}, within=max_wait))[host][0]
             wait = slot - self._clock.now()
             if wait > max_wait:
+                if self._pace.blocked_until(host) == math.inf:
+                    raise _paused(host)
                 raise Failure(
                     ErrorClass.THROTTLED,
                     sentence(Reason.SLOT_FAR, host),

@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Literal
 
 import msgspec
 
 from penstock.model import Reason
+from penstock.operate.waiting import Parked, make_due
 from penstock.ports import Clock, Exempt, HostTable, Transaction, UnitOfWork
 from penstock.rules import pace
 from penstock.rules.identity import host_key
 from penstock.rules.reasons import sentence
 from penstock.rules.robots import from_answer
+from penstock.rules.waiting import HOST
 
 TOPIC, GROUP = "requests", "main"
 EVERYWHERE = "*"  # the host of an exception that the configuration makes
 ROBOTS = "robots"
-BATCH = 1000  # delayed events that become due in one transaction
 
 
 class RobotsFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,7 +186,7 @@ class Domains:
         If `seconds` is None, the pause lasts until `resume`.
         """
         until = math.inf if seconds is None else self._clock.now() + seconds
-        self._change(host, lambda state: msgspec.structs.replace(state, paused_until=until))
+        self._pause(host, until)
         if seconds is not None:
             self._set_free(host)  # the host may have been paused for longer before
         return until
@@ -196,8 +196,17 @@ class Domains:
 
         A block that the host itself requested stays.
         """
-        self._change(host, lambda state: msgspec.structs.replace(state, paused_until=0.0))
+        self._pause(host, 0.0)
         return self._set_free(host)
+
+    def _pause(self, host: str, until: float) -> None:
+        """Set the end of the pause. The operator's decision replaces that of the breaker."""
+
+        def work(tx: Transaction) -> None:
+            tx.breakers.close(HOST + host)
+            tx.hosts.change(host, lambda state: msgspec.structs.replace(state, paused_until=until))
+
+        self._uow.write_now(work)
 
     def ignore_robots(self, host: str, reason: str, who: str) -> None:
         self._uow.write_now(lambda tx: ignore_robots(tx.hosts, host, reason, who))
@@ -220,11 +229,13 @@ class Domains:
             sentence(Reason.HELD, detail=host),
             sentence(Reason.SLOT_FAR, host),
         )
-        parked = self._uow.snapshot(lambda tx: tx.maintenance.parked(host, reasons))
-        for i in range(0, max(1, len(parked)), BATCH):
-            self._uow.write_now(partial(self._make_due, host, parked[i : i + BATCH]))
-        return len(parked)
 
-    def _make_due(self, host: str, rows: list[tuple[int, int]], tx: Transaction) -> None:
-        tx.maintenance.make_due([n for n, _ in rows], self._clock.now())
-        tx.queue.make_due(TOPIC, GROUP, host, [position for _, position in rows])
+        def find(tx: Transaction) -> list[Parked]:
+            slots = {n: (host, at) for n, at in tx.maintenance.parked(host, reasons)}
+            waits = {n: (key, at) for n, key, at in tx.maintenance.waiting_for(HOST + host)}
+            return [(n, key, at) for n, (key, at) in (slots | waits).items()]
+
+        parked = self._uow.snapshot(find)
+        self._uow.write_now(lambda tx: tx.queue.make_due(TOPIC, GROUP, host, []))
+        make_due(self._uow, parked, self._clock)
+        return len(parked)

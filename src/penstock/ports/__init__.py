@@ -1,5 +1,6 @@
 """Interfaces between the engine and its adapters. Each docstring is the contract."""
 
+from penstock.ports.breakers import Breakers, OpenBreaker
 from penstock.ports.broker import (
     Broker,
     Capabilities,
@@ -63,6 +64,7 @@ __all__ = [
     "Admitted",
     "Baseline",
     "Batch",
+    "Breakers",
     "Broker",
     "CachedRobots",
     "Cancellable",
@@ -99,6 +101,7 @@ __all__ = [
     "LockTable",
     "Members",
     "NewEvent",
+    "OpenBreaker",
     "Out",
     "OutboxTable",
     "Outgoing",

@@ -21,6 +21,7 @@ class Extracted(msgspec.Struct, kw_only=True, omit_defaults=True):
     error: str = ""  # error message of one line
     code: Reason | None = None  # of the error, if it is not an error of the user's code
     kind: str = ""  # value of an ErrorClass
+    extractor: str = ""  # name of the extractor that failed, if it is known
     detail: str = ""  # traceback
     after: float | None = None  # seconds until the retry, if the user's code requested a delay
 

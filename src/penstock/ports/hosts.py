@@ -55,8 +55,14 @@ class Pace(Protocol):
         It applies to every worker from the next reservation on.
         """
 
+    async def pause(self, host: str) -> None:
+        """Stop requests to the host for every worker until an operator resumes it.
+
+        May be repeated.
+        """
+
     def blocked_until(self, host: str) -> float:
-        """Return the time until which the host is blocked, or 0.
+        """Return the time until which the host is blocked, or 0. It is inf until a resume.
 
         Reads a local copy that is at most 100 ms old, for a last check before sending.
         """

@@ -223,6 +223,15 @@ class EventMaintenance(Protocol):
     def make_due(self, rows: Sequence[int], now: float) -> None:
         """End the delay of these events now. They no longer wait for an operator."""
 
+    def hold(self, host: str, waits_for: str) -> None:
+        """Record that the delayed requests to a host now wait for more than time.
+
+        Reads all delayed events.
+        """
+
+    def waiting_for(self, cause: str) -> list[tuple[int, str, int]]:
+        """Return (n, host, position) of the events that wait for this cause."""
+
     def waits(self) -> dict[str, int]:
         """Return how many open events wait for each cause that time alone does not end.
 
@@ -254,19 +263,6 @@ class Counters(Protocol):
 
     def topics(self) -> list[str]:
         """Return the topics that have counters."""
-
-    def record_ends(self, ends: Mapping[tuple[str, str], int], now: float) -> None:
-        """Add to the recent ends, which the breaker reads.
-
-        `ends` has the number of ends by (what, class). `what` is "topic:NAME", "host:HOST" or
-        "extractor:NAME". The class is that of dead events, and "" for other ends.
-        """
-
-    def recent_ends(self, what: str, seconds: float, now: float) -> dict[str, int]:
-        """Return the ends of the last `seconds` by class."""
-
-    def reset_ends(self, what: str) -> None:
-        """Delete the recent ends of a topic, host or extractor."""
 
     def entered(self) -> int | None:
         """Return how many events were ever inserted, or None if the store does not count them."""

@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from penstock.ports.breakers import Breakers
 from penstock.ports.claims import ClaimTable
 from penstock.ports.hosts import HostTable
 from penstock.ports.ledger import Counters, DeadLetters, EventLookup, EventMaintenance, Events
@@ -38,6 +39,7 @@ class Transaction:
     lookup: EventLookup
     maintenance: EventMaintenance
     counters: Counters
+    breakers: Breakers
     dead_letters: DeadLetters
     sources: Sources
     outbox: OutboxTable

@@ -10,6 +10,7 @@ from penstock.claims.external import NoClaimTable
 from penstock.claims.sql import SqlClaims, SqlClaimTable, SqlHosts
 from penstock.claims.sql_proxies import SqlProxies
 from penstock.engine.admission import Admission
+from penstock.engine.breakers import Breakers
 from penstock.engine.claim_session import Claims, PrefetchedClaims, SharedClaims
 from penstock.engine.lifecycle import Lifecycle
 from penstock.engine.maintenance import Maintenance
@@ -21,6 +22,7 @@ from penstock.engine.relay import (
 )
 from penstock.engine.settings import LifecycleSettings
 from penstock.ledgers.sql import outgoing
+from penstock.ledgers.sql.breakers import SqlBreakers
 from penstock.ledgers.sql.counters import SqlCounters
 from penstock.ledgers.sql.dead_letters import SqlDeadLetters
 from penstock.ledgers.sql.events import SqlEvents
@@ -162,6 +164,7 @@ class Assembly:
             lookup=SqlEventLookup(sql, ledger),
             maintenance=SqlEventMaintenance(sql, ledger),
             counters=SqlCounters(sql, ledger),
+            breakers=SqlBreakers(sql),
             dead_letters=SqlDeadLetters(sql),
             sources=SqlSources(sql),
             outbox=SqlOutbox(sql, self.table_sinks),
@@ -180,11 +183,13 @@ class Assembly:
         )
 
     def with_settings(self, settings: LifecycleSettings) -> None:
+        self.breakers = Breakers(self.uow, self.claims, settings, clock=self.clock)
         self.lifecycle = Lifecycle(
             self.uow,
             self._claim_session,
             self.pages,
             self.topics,
+            self.breakers,
             settings,
             url_key=self.ledger.url_key,
             clock=self.clock,

@@ -46,6 +46,7 @@ class PeriodicWork:
                     if self._stores.relay_chores is not None:
                         await self._stores.relay_chores.heartbeat()
                     await self._stores.maintenance.release_due()
+                    await self._stores.breakers.refresh()
                     self.backlog = max([await f.backlog() for f in self._flushers], default=0)
                 if beats % int(RETENTION_INTERVAL * 10) == 0:
                     await self._stores.proxies.prune()
@@ -96,7 +97,11 @@ async def retain(
 
     Runs small transactions until all is deleted or `seconds` have passed.
     """
-    until = stores.clock.now() + seconds
+    now = stores.clock.now()
+    until = now + seconds
+    # Keep two windows: clocks of workers may differ.
+    ends_before = now - 2 * stores.config.breaker.window
+    await stores.uow.write(lambda tx: tx.breakers.prune(ends_before))
     removed = freed = 0
     while True:
         pages, size = await stores.uow.write(

@@ -445,6 +445,7 @@ class WorkerProcess:
                     extraction=extraction,
                     suspects=suspects,
                     signature=self.pipeline.signature,
+                    extractors=self.pipeline.names_for,
                     policies=policies,
                     options=narrow if first == "extract" else options,
                     clock=self.clock,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from penstock.ledgers.sql.counters import TALLY_SECONDS
 from penstock.ledgers.sql.dead_letters import SqlDeadLetters
 from penstock.ledgers.sql.ledger import STORED, LedgerTable
 from penstock.model import Reason
@@ -123,6 +122,20 @@ class SqlEventMaintenance(LedgerTable):
             [(now, n) for n in rows],
         )
 
+    def hold(self, host: str, waits_for: str) -> None:
+        """Record that the delayed requests to a host now wait for more than time."""
+        self._tx.execute(
+            "UPDATE event SET waits_for=? WHERE status='delayed' AND host=? AND waits_for IS NULL"
+            " AND NOT EXISTS(SELECT 1 FROM fetched f WHERE f.event=event.n)",
+            (waits_for, host),
+        )
+
+    def waiting_for(self, cause: str) -> list[tuple[int, str, int]]:
+        """Return (number, host, position) of the events that wait for this cause."""
+        return self._tx.execute(
+            "SELECT n, host, position FROM event WHERE waits_for=?", (cause,)
+        ).fetchall()
+
     def waits(self) -> dict[str, int]:
         """Return how many open events wait for each cause that time alone does not end."""
         return dict(
@@ -136,8 +149,7 @@ class SqlEventMaintenance(LedgerTable):
         """Delete old successes and duplicates with their history. Return how many.
 
         Dead events stay. The counters still include deleted events. `keep(URL key, id)` returns
-        True if a success is still a baseline. Old buckets of recent ends and old URLs of traces are
-        also deleted.
+        True if a success is still a baseline. Old URLs of traces are also deleted.
         """
         # Each call reads `limit` rows, and the next call continues after them. So old rows that
         # must stay do not block the rest of the table.
@@ -159,10 +171,6 @@ class SqlEventMaintenance(LedgerTable):
             self._tx.executemany(f"DELETE FROM {table} WHERE event=?", rows)
         self._ledger.forget_history(self._tx, rows, before)
         self._tx.executemany("DELETE FROM event WHERE n=?", rows)
-        self._tx.execute(
-            "DELETE FROM ends WHERE bucket<?",
-            (int((self._ledger.clock.now() - 3600) / TALLY_SECONDS),),
-        )
         self._tx.execute(
             "DELETE FROM seen WHERE (trace, url_key) IN (SELECT trace, url_key FROM seen"
             " WHERE at<? LIMIT ?)",

@@ -1,0 +1,88 @@
+"""What delayed events wait for if time alone does not help, and the end of such waits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TypeAlias
+
+from penstock.ports import Clock, Transaction, UnitOfWork
+from penstock.rules.waiting import EXTRACTOR, TOPIC, Waiting, waiting
+
+GROUP = "main"
+TOPICS = ("requests", "pages")  # topics on which the message of a delayed event may be
+BATCH = 1000  # delayed events that become due in one transaction
+
+# Row number, host and position of the message of a delayed event.
+Parked: TypeAlias = tuple[int, str, int]
+
+
+def waits_in(tx: Transaction) -> list[Waiting]:
+    """Return what is paused or missing, with the number of events that wait for it.
+
+    Topics come first, then what the breaker paused, then causes of delayed events.
+    """
+    waits = tx.maintenance.waits()
+    found = [waiting(TOPIC + name, reason=why) for name, why in sorted(tx.queue.paused().items())]
+    found += [
+        waiting(b.what, waits.pop(b.what, 0), reason=b.reason, since=b.at)
+        for b in tx.breakers.opened()
+    ]
+    found += [waiting(cause, n) for cause, n in sorted(waits.items())]
+    return found
+
+
+def stuck_in(tx: Transaction) -> list[Waiting]:
+    """Return the causes if every open event waits for one that time alone does not end.
+
+    The list is empty if an event can still proceed without an operator. If a topic is paused, only
+    events in flight can proceed.
+    """
+    paused = tx.queue.paused()
+    if paused:
+        moving = ["in_flight"] if "records" in paused else ["in_flight", "writing"]
+        return [] if tx.counters.total(*moving) else waits_in(tx)
+    open_ = tx.counters.total("pending", "delayed", "in_flight", "writing")
+    if not open_ or open_ != tx.counters.total("delayed"):
+        return []
+    return waits_in(tx) if sum(tx.maintenance.waits().values()) == open_ else []
+
+
+def make_due(uow: UnitOfWork, parked: Sequence[Parked], clock: Clock) -> None:
+    """End the delay of these events now."""
+    for i in range(0, len(parked), BATCH):
+        uow.write_now(partial(_make_due, parked[i : i + BATCH], clock.now()))
+
+
+def _make_due(parked: Sequence[Parked], now: float, tx: Transaction) -> None:
+    tx.maintenance.make_due([n for n, _, _ in parked], now)
+    by_host: dict[str, list[int]] = {}
+    for _, host, position in parked:
+        by_host.setdefault(host, []).append(position)
+    known = {name for name, _ in tx.queue_reports.groups()}
+    for topic in known.intersection(TOPICS):
+        for host, positions in by_host.items():
+            tx.queue.make_due(topic, GROUP, host, positions)
+
+
+# -- extractors ------------------------------------------------------------------------------------
+
+
+def pause_extractor(uow: UnitOfWork, name: str, reason: str, clock: Clock) -> bool:
+    """Pause an extractor for an operator. Return False if it was paused before."""
+    now = clock.now()
+    return uow.write_now(
+        lambda tx: tx.breakers.open(EXTRACTOR + name, "", reason, now, counted=False)
+    )
+
+
+def resume_extractor(uow: UnitOfWork, name: str, clock: Clock) -> int | None:
+    """Resume an extractor. Return the number of events that became due, None if it was not paused.
+
+    From the first transaction on, no page is delayed for this extractor. So the later ones find all
+    of them.
+    """
+    closed = uow.write_now(lambda tx: tx.breakers.close(EXTRACTOR + name))
+    parked = uow.snapshot(lambda tx: tx.maintenance.waiting_for(EXTRACTOR + name))
+    make_due(uow, parked, clock)
+    return len(parked) if closed or parked else None

@@ -1,0 +1,47 @@
+"""Causes of delays that time alone does not end, with a sentence and the next command."""
+
+from __future__ import annotations
+
+import msgspec
+
+HOST = "host:"
+EXTRACTOR = "extractor:"
+TOPIC = "topic:"
+
+# Kind of cause → what is the matter, and the next step. {} is the name after the colon.
+_STEPS: dict[str, tuple[str, str]] = {
+    "host": ("host {} is paused", "penstock domains resume {}"),
+    "extractor": ("extractor {} is paused", "penstock extractors resume {}"),
+    "topic": ("topic {} is paused", "penstock topics resume {}"),
+    "approval": ("removals at host {} wait for an approval", "penstock domains approve {}"),
+    "route": ("no live worker serves the route {}", "start a worker that serves this route"),
+    "render": ("no renderer exists", "penstock events --status delayed"),
+    "budget": ("the budget {} is used up", "raise the budget, or wait until it is renewed"),
+}
+
+
+class Waiting(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that is paused or missing, and the events that wait for it."""
+
+    cause: str  # for example "host:shop.example"
+    events: int  # delayed events that wait for it
+    what: str  # in words
+    reason: str  # why it is paused, "" if that is not known
+    since: float | None  # when the breaker paused it
+    next_step: str  # a command, or what an operator should do
+
+
+def waiting(
+    cause: str, events: int = 0, *, reason: str = "", since: float | None = None
+) -> Waiting:
+    """Return the words and the next step of a cause."""
+    kind, _, name = cause.partition(":")
+    what, step = _STEPS.get(kind, (cause, "penstock events --status delayed"))
+    return Waiting(
+        cause=cause,
+        events=events,
+        what=what.format(name),
+        reason=reason,
+        since=since,
+        next_step=step.format(name),
+    )
