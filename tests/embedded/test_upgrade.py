@@ -39,6 +39,7 @@ class Both:
 
     def ask(self, query: str, file: Path | None = None) -> list[Any]:
         connection = apsw.Connection(str(file or self.file))
+        connection.set_busy_timeout(30_000)
         try:
             return connection.execute(query).fetchall()
         finally:
@@ -203,8 +204,9 @@ async def test_a_lock_of_an_earlier_release_refuses_the_migration(both: Both) ->
     await both.next.penstock("migrate")
 
 
-@pytest.mark.parametrize(("until_idle", "code"), [(False, 0), (True, 3)])
-@pytest.mark.parametrize("row", ["store", "migration to"])
+@pytest.mark.parametrize(
+    ("row", "until_idle", "code"), [("store", False, 0), ("migration to", True, 3)]
+)
 async def test_a_worker_stops_when_the_store_version_changes(
     both: Both, row: str, until_idle: bool, code: int
 ) -> None:
