@@ -13,17 +13,16 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-import apsw
-from tools.make_release_fixture import HOST, PORTS, PRODUCTS, Site
+from tools.make_release_fixture import (
+    HOST,
+    PORTS,
+    WITHOUT_AGE_LIMITS,
+    Site,
+    sink_rows,
+)
 
 FOLDER = Path(__file__).parent / "fixtures" / "releases"
 RELEASES = sorted(path.name for path in FOLDER.iterdir() if path.is_dir())
-# No age limit: a fixture may be years old.
-WITHOUT_AGE_LIMITS = {
-    "PENSTOCK_HISTORY_KEEP": "forever",
-    "PENSTOCK_PAGES_KEEP": "forever",
-    "PENSTOCK_RETRY_MAX_AGE": "3650d",
-}
 
 
 def recorded_figures(release: str, kind: str) -> dict[str, Any]:
@@ -46,13 +45,29 @@ class ReleasedProject:
 
     def __init__(self, release: str, kind: str, folder: Path, **environment: str) -> None:
         self.folder = folder
+        self.expected_rows = json.loads((FOLDER / release / f"{kind}.rows.json").read_text())
         kept = {k: v for k, v in os.environ.items() if not k.startswith("PENSTOCK_")}
         self.environment = kept | WITHOUT_AGE_LIMITS | {"NO_COLOR": "1"} | environment
         with tarfile.open(FOLDER / release / f"{kind}.tar.gz") as tar:
             tar.extractall(folder, filter="data")
 
     async def penstock(self, *args: str, code: int = 0) -> str:
-        process = await asyncio.create_subprocess_exec(
+        out, _ = await self.command(*args, code=code)
+        return out
+
+    async def command(self, *args: str, code: int = 0) -> tuple[str, str]:
+        """Run a command, and return its stdout and stderr."""
+        process = await self.start(*args)
+        try:
+            out, err = await process.communicate()
+        finally:
+            if process.returncode is None:  # the time limit of the test
+                process.kill()
+        assert process.returncode == code, f"{args}: {process.returncode}\n{out!r}\n{err.decode()}"
+        return out.decode(), err.decode()
+
+    async def start(self, *args: str) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             "penstock.cli.main",
@@ -62,13 +77,6 @@ class ReleasedProject:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )
-        try:
-            out, err = await process.communicate()
-        finally:
-            if process.returncode is None:  # the time limit of the test
-                process.kill()
-        assert process.returncode == code, f"{args}: {process.returncode}\n{out!r}\n{err.decode()}"
-        return out.decode()
 
     async def status(self) -> dict[str, Any]:
         return figures(json.loads(await self.penstock("status", "--json")))
@@ -82,16 +90,8 @@ class ReleasedProject:
             await self.penstock("run", "--until-idle")
 
     def check_sinks(self) -> None:
-        """Each product is in each sink exactly once, although some rows were not flushed."""
-        expected = sorted(f"T-{n}" for n in PRODUCTS)
-        lines = (self.folder / "products.jsonl").read_text().splitlines()
-        assert sorted(json.loads(line)["sku"] for line in lines) == expected
-        table = apsw.Connection(str(self.folder / "products.db"))
-        try:
-            rows = table.execute("SELECT sku FROM products").fetchall()
-        finally:
-            table.close()
-        assert sorted(str(sku) for (sku,) in rows) == expected
+        """The rows equal those that the release itself has written."""
+        assert sink_rows(self.folder) == self.expected_rows
 
 
 def check_end(before: dict[str, Any], after: dict[str, Any]) -> None:

@@ -9,6 +9,8 @@ OUT is a folder, for example tests/fixtures/releases/0.1.0. The script drives th
 the release against a small site on loopback. `embedded` writes embedded.tar.gz (the project folder
 with its state directory). `postgres` writes postgres.tar.gz (the project folder) and
 postgres.sql.gz (the schema). Both write NAME.status.json, the output of `penstock status --json`.
+With `--rows`, the script uses the fixtures in OUT, finishes their open work with the release, and
+writes NAME.rows.json, the rows of all sinks. A test compares them with those of the current code.
 The database of --url must be empty. pg_dump must have the version of the server or a newer one.
 
 The URLs in a fixture contain the ports in PORTS. `Site(healed=True)` answers them all, so that a
@@ -52,6 +54,12 @@ PRODUCTS = sorted(
     | {*range(400, 403), *range(500, 503), *range(600, 605)}
 )
 TIMEOUT = 60.0  # seconds for each step
+# No age limit: a fixture may be years old.
+WITHOUT_AGE_LIMITS = {
+    "PENSTOCK_HISTORY_KEEP": "forever",
+    "PENSTOCK_PAGES_KEEP": "forever",
+    "PENSTOCK_RETRY_MAX_AGE": "3650d",
+}
 
 PIPELINE = f"""
 import os
@@ -171,12 +179,12 @@ def url(host: str, n: int | str) -> str:
 
 
 @contextlib.contextmanager
-def site_in_thread() -> Iterator[None]:
+def site_in_thread(*, healed: bool = False) -> Iterator[None]:
     loop = asyncio.new_event_loop()
     ready, stop = threading.Event(), asyncio.Event()
 
     async def serve() -> None:
-        async with Site().serving():
+        async with Site(healed=healed).serving():
             ready.set()
             await stop.wait()
 
@@ -283,6 +291,50 @@ def make_state(project: Project) -> None:
         target.close()
 
 
+def finish(run: Callable[..., object]) -> None:
+    """Resume everything that was paused, and run until all events have ended."""
+    run("topics", "resume", "requests")
+    run("topics", "resume", "records")
+    run("domains", "resume", f"{HOST}:{PORTS['paused']}")
+    run("run", "--until-idle")
+
+
+def sink_rows(folder: Path) -> dict[str, list[Any]]:
+    """Return the rows of both sinks in a fixed order, without the time of the fetch."""
+    lines = [json.loads(x) for x in (folder / "products.jsonl").read_text().splitlines()]
+    for line in lines:
+        del line["_penstock"]["fetched_at"]
+    table = apsw.Connection(str(folder / "products.db"))
+    try:
+        cursor = table.execute("SELECT * FROM products")
+        names = [name for name, _ in cursor.get_description()]
+        rows = [dict(zip(names, row, strict=True)) for row in cursor]
+    finally:
+        table.close()
+    for row in rows:
+        del row["_penstock_fetched_at"]
+    return {
+        "jsonl": sorted(lines, key=lambda line: str(line["sku"])),
+        "table": sorted(rows, key=lambda row: str(row["sku"])),
+    }
+
+
+def write_rows(kind: str, out: Path, database: str, project: Project) -> None:
+    """Finish the work of a fixture with the release, and write the rows of the sinks."""
+    with tarfile.open(out / f"{kind}.tar.gz") as tar:
+        tar.extractall(project.folder, filter="data")
+    if database:
+        dumped = gzip.decompress((out / "postgres.sql.gz").read_bytes())
+        subprocess.run(
+            ["psql", "--quiet", database], input=dumped, stdout=subprocess.DEVNULL, check=True
+        )
+    project.environment |= WITHOUT_AGE_LIMITS
+    finish(project.penstock)
+    rows = sink_rows(project.folder)
+    assert [row["sku"] for row in rows["jsonl"]] == sorted(f"T-{n}" for n in PRODUCTS), rows
+    (out / f"{kind}.rows.json").write_text(json.dumps(rows, indent=1) + "\n")
+
+
 def handed_over(status: dict[str, Any]) -> bool:
     """Return True if 2 events are in flight and no worker holds them."""
     held = sum(worker["holds"] for worker in status["workers"])
@@ -339,17 +391,21 @@ def main() -> int:
     parser.add_argument("kind", choices=("embedded", "postgres"))
     parser.add_argument("out", type=Path, help="folder for the fixtures")
     parser.add_argument("--url", default="", help="an empty PostgreSQL database")
+    parser.add_argument("--rows", action="store_true", help="only write the rows of the fixture")
     args = parser.parse_args()
     if (args.kind == "postgres") != bool(args.url):
         parser.error("--url is needed for postgres, and only there")
     stores = ("BROKER", "LEDGER", "CLAIMS", "PAGES") if args.url else ()
     args.out.mkdir(parents=True, exist_ok=True)
 
-    with tempfile.TemporaryDirectory() as scratch, site_in_thread():
+    with tempfile.TemporaryDirectory() as scratch, site_in_thread(healed=args.rows):
         project = Project(
             Path(scratch) / "project", {f"PENSTOCK_{name}_URL": args.url for name in stores}
         )
         project.folder.mkdir()
+        if args.rows:
+            write_rows(args.kind, args.out, args.url, project)
+            return 0
         (project.folder / "shop.py").write_text(PIPELINE)
         (project.folder / "penstock.toml").write_text(CONFIGURATION)
         make_state(project)

@@ -195,8 +195,9 @@ class WorkerLock:
     Two live processes cannot have the same worker id.
     """
 
-    def __init__(self, directory: Path | str, worker_id: str) -> None:
-        self.worker_id = worker_id
+    def __init__(self, directory: Path | str, worker_id: str, *, status: str = "") -> None:
+        """`status` is the status text of the lock file."""
+        self.worker_id, self._status = worker_id, status
         self._lock = FileLock(_sign(directory, worker_id))
 
     def acquire(self, *, patience: float = 2.0) -> bool:
@@ -210,6 +211,8 @@ class WorkerLock:
             if time.monotonic() > until:
                 return False
             time.sleep(0.005)
+        with contextlib.suppress(OSError):
+            self._lock.note(self._status)
         return True
 
     def release(self) -> None:
@@ -224,6 +227,12 @@ def dead_workers(directory: Path | str) -> list[str]:
     """Return the ids of crashed workers whose lock files `forget_worker` has not removed."""
     signs = sorted(Path(directory).glob("*.alive"))
     return [sign.name.removesuffix(".alive") for sign in signs if not holder_alive(sign)]
+
+
+def live_workers(directory: Path | str) -> dict[str, str]:
+    """Return the ids of live workers of this machine, with the status texts of their lock files."""
+    signs = sorted(Path(directory).glob("*.alive"))
+    return {s.name.removesuffix(".alive"): note_of(s) for s in signs if holder_alive(s)}
 
 
 def forget_worker(directory: Path | str, worker_id: str) -> bool:

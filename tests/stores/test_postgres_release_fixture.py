@@ -43,6 +43,9 @@ async def test_database_of_release_is_processed(
     with restored(server("postgres").url, release) as url:
         stores = {f"PENSTOCK_{name}_URL": url for name in ("BROKER", "LEDGER", "CLAIMS", "PAGES")}
         project = ReleasedProject(release, "postgres", tmp_path, **stores)
+        _, err = await project.command("run", "--until-idle", code=3)
+        assert "penstock migrate" in err
+        await project.penstock("migrate")
         assert await project.status() == recorded
 
         await project.process_open_events()

@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": CORE,
     "authoring": BASE,
     "net": BASE,
-    "stores": BASE,
+    "stores": BASE | {PUBLIC},
     **{room: BASE | {"stores", "authoring"} for room in ADAPTERS},
     "sources": BASE | {"stores", "authoring", "net"},
     "engine": CORE | {"clock", "locks"},

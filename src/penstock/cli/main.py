@@ -96,6 +96,12 @@ COMMANDS: tuple[tuple[str, str, str, str], ...] = (
         "check the store, the ledger and the machine",
     ),
     (
+        "migrate",
+        "penstock.cli.migrate:migrate",
+        "Repair",
+        "change the stores of an older release to the version of this one",
+    ),
+    (
         "config",
         "penstock.cli.config:app",
         "Settings",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from penstock.engine.relay import RelayChores
 from penstock.errors import StoreUnavailable
 from penstock.ports import Clock, Transaction
 from penstock.runtime.stores import Stores
+from penstock.stores.migrations.versions import newest, read_version
 
 log = logging.getLogger("penstock")
 RETENTION_INTERVAL = 60.0  # seconds
@@ -25,6 +27,7 @@ class PeriodicWork:
         self._config, self._stores, self._flushers = config, stores, flushers
         self._clock = stores.clock
         self.backlog = 0  # rows that wait for the slowest sink of this process
+        self.store_changed = asyncio.Event()  # another release has migrated the store
 
     async def maintain(self) -> None:
         """Run periodic work until cancelled.
@@ -37,6 +40,7 @@ class PeriodicWork:
             try:
                 await self._stores.claims.refresh()
                 if beats % 10 == 0:
+                    await self._check_store_version()
                     if self._config.proxies:
                         await self._stores.proxies.refresh()
                     for worker in await self._stores.maintenance.reclaim(
@@ -59,6 +63,20 @@ class PeriodicWork:
             except StoreUnavailable as e:
                 log.error("%s", e.message)
                 await self._clock.sleep(1.0)
+
+    async def _check_store_version(self) -> None:
+        """Stop this worker if another release migrates the store. Runs with each heartbeat."""
+        found = await self._stores.db.read(read_version)
+        if found is None or found.is_current or self.store_changed.is_set():
+            return
+        log.warning(
+            "another release changes %s to store version %d. This worker knows version %d, so it "
+            "stops: start the workers of that release",
+            self._stores.db.path,
+            found.target or found.number,
+            newest(),
+        )
+        self.store_changed.set()
 
     async def relay(self, chores: RelayChores) -> None:
         """Publish due messages on the external broker, and messages that the broker has lost.

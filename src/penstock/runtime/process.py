@@ -26,7 +26,7 @@ from penstock.engine.hooks import HookRunner
 from penstock.engine.settings import SinkBinding
 from penstock.engine.signals import Signals
 from penstock.engine.worker import ENTRY, Options, Worker
-from penstock.errors import OK, RAN_WITH_FAILURES, StoreUnavailable
+from penstock.errors import CONFIGURATION, OK, RAN_WITH_FAILURES, StoreUnavailable
 from penstock.extraction.in_process import InProcess
 from penstock.extraction.sandbox import Limits, Sandbox
 from penstock.fetching.proxies import Proxies
@@ -56,6 +56,7 @@ from penstock.runtime.sources_and_sinks import check_served, open_sinks, open_so
 from penstock.runtime.stores import open_stores, settings, worker_id
 from penstock.runtime.tasks import cancel_all, wait_or_cancel
 from penstock.sources.base import SourceContext
+from penstock.stores.migrations.other_workers import status_text
 
 if TYPE_CHECKING:
     from penstock.intake.http_server import Listener
@@ -120,7 +121,7 @@ class WorkerProcess:
         async with contextlib.AsyncExitStack() as closing:  # closes in reverse order
             self.stores = open_stores(self.config, worker=self.id, clock=self.clock)
             closing.callback(self.stores.close)
-            lock = WorkerLock(self.stores.workers_directory, self.id)
+            lock = WorkerLock(self.stores.workers_directory, self.id, status=status_text())
             lock.acquire()
             closing.callback(lock.release)
             closing.push_async_callback(self.stores.stop)
@@ -158,6 +159,8 @@ class WorkerProcess:
             if opened is not None:
                 opened(self)
             await self._work(stop, until_idle, background)
+            if self._periodic.store_changed.is_set():
+                return CONFIGURATION if until_idle else OK
             for f in self.flushers:
                 if not await f.drain(self.config.grace):
                     log.warning(
@@ -194,7 +197,10 @@ class WorkerProcess:
         ]
         if self.listener is not None:
             readers.append(asyncio.create_task(self.listener.run(), name="serve"))
-        waits: list[asyncio.Task[Any]] = [asyncio.create_task(stop.wait())]
+        waits: list[asyncio.Task[Any]] = [
+            asyncio.create_task(stop.wait()),
+            asyncio.create_task(self._periodic.store_changed.wait()),
+        ]
         if until_idle:
             waits.append(asyncio.create_task(self._until_idle()))
         try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from penstock.config.schema import Config
 from penstock.errors import ConfigError
 from penstock.ports import Clock
-from penstock.stores.migrations.runner import migrate
+from penstock.stores.migrations.upgrade import upgrade_file
 from penstock.stores.sql import SqlStore
 from penstock.stores.sqlite import Database
 
@@ -22,8 +22,17 @@ if TYPE_CHECKING:
 
 class Context:
     def __init__(
-        self, config: Config, clock: Clock, rng: random.Random, *, worker: str, inline: bool = False
+        self,
+        config: Config,
+        clock: Clock,
+        rng: random.Random,
+        *,
+        worker: str,
+        inline: bool = False,
+        upgrade: bool = True,
     ) -> None:
+        """Without `upgrade`, an SQLite file of an older version is opened and not migrated."""
+        self.upgrade = upgrade
         self.config, self.clock, self.rng, self.worker, self.inline = (
             config,
             clock,
@@ -51,7 +60,8 @@ class Context:
             self._databases[key] = db = Database(
                 key, durability=self.config.durability, inline=self.inline
             )
-            migrate(db)
+            if self.upgrade:
+                upgrade_file(db, self.config.state.dir / "workers")
         return self._databases[key]
 
     def server(self, url: str) -> PostgresStore:

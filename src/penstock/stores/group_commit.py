@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from penstock.errors import StoreUnavailable
-from penstock.stores.migrations.versions import ROWS, STORE, newest, parse, refuse_other
+from penstock.stores.migrations.versions import ROWS, STORE, newest, read_version, refuse_other
 from penstock.stores.sql import SqlStore, Tx
 
 T = TypeVar("T")
@@ -107,7 +107,7 @@ class GroupCommitStore(SqlStore):
 
         Raises StoreRefused if the store has another version.
         """
-        version = parse(tx.execute(ROWS).fetchall())
+        version = read_version(tx)
         if version is None:
             return False
         refuse_other(self.path, version, newest())

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from penstock.ports import Durability, Lock, Transaction
+
+if TYPE_CHECKING:
+    from penstock.stores.migrations.other_workers import OtherWorker
+    from penstock.stores.migrations.versions import StoreVersion
 
 T = TypeVar("T")
 
@@ -55,6 +59,18 @@ class SqlStore(Protocol):
         Raises StoreRefused if the store has another version. Then it is not changed. The first
         table of a new store gives it the newest version (see `stores.migrations`).
         """
+
+    def version(self) -> StoreVersion | None:
+        """Return the version of the store, or None if it has no tables yet."""
+
+    def table_size(self, table: str) -> tuple[int, int]:
+        """Return the number of rows and the estimated bytes of a table, or zeros if it is absent.
+
+        Reads the whole table.
+        """
+
+    def other_workers(self) -> list[OtherWorker]:
+        """Return the clients of the server that use this store with another version."""
 
     def statements(self, script: str) -> list[str]:
         """Split shared SQL without bindings into statements of this store, with its types."""

@@ -13,16 +13,20 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import apsw
 
 from penstock.errors import StoreUnavailable, Unreachable
 from penstock.locks import FileLock
 from penstock.stores.group_commit import GroupCommitStore, Job, resolve, take
+from penstock.stores.migrations.versions import StoreVersion, read_version
 from penstock.stores.sql import Tx
 from penstock.stores.sqlite_checks import refuse_network_file_system, single_writer_if_needed
 from penstock.stores.sqlite_connection import OUTAGE, Connection, connect, read_only
+
+if TYPE_CHECKING:
+    from penstock.stores.migrations.other_workers import OtherWorker
 
 T = TypeVar("T")
 
@@ -31,6 +35,7 @@ LOCK_POLL_INTERVAL = 0.001  # seconds between two attempts to get the write lock
 # Frames in the WAL at which a checkpoint runs. If a reader or writer kept the WAL from restarting,
 # the next checkpoint runs CHECKPOINT_RETRY_FRAMES later.
 CHECKPOINT_FRAMES, CHECKPOINT_RETRY_FRAMES = 8000, 1000
+ROW_BYTES = 400  # bytes of a row with its index entries, for estimates
 CHECKPOINT_TIMEOUT_MS = 1000  # how long such a repeated checkpoint waits for other processes
 
 
@@ -97,6 +102,25 @@ class Database(GroupCommitStore):
         finally:
             if c.in_transaction:
                 c.execute("ROLLBACK")
+
+    def version(self) -> StoreVersion | None:
+        """As SqlStore.version."""
+        return self.read_now(read_version)
+
+    def table_size(self, table: str) -> tuple[int, int]:
+        """As SqlStore.table_size."""
+
+        def count(tx: Tx) -> tuple[int, int]:
+            if tx.execute("SELECT 1 FROM sqlite_master WHERE name=?", (table,)).get is None:
+                return 0, 0
+            rows: int = tx.execute(f"SELECT count(*) FROM {table}").get
+            return rows, rows * ROW_BYTES
+
+        return self.read_now(count)
+
+    def other_workers(self) -> list[OtherWorker]:
+        """As SqlStore.other_workers. All workers of a file have lock files."""
+        return []
 
     def statements(self, script: str) -> list[str]:
         """As SqlStore.statements. SQLite runs a script as it is."""

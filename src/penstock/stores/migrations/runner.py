@@ -14,13 +14,12 @@ from penstock.stores.migrations.base import Backfill, Migration
 from penstock.stores.migrations.versions import (
     FIRST,
     KEY,
-    ROWS,
     STEP,
     STORE,
     TARGET,
     StoreVersion,
     migrations,
-    parse,
+    read_version,
     refuse_newer,
 )
 from penstock.stores.sql import SqlStore, Tx
@@ -57,7 +56,7 @@ def migrate(
 
 def _advance(store: SqlStore, tx: Tx, numbered: Sequence[Migration], batch: int) -> Progress | None:
     """Run the next step in this transaction. Return None if no migration is missing."""
-    version = parse(tx.execute(ROWS).fetchall())
+    version = read_version(tx)
     if version is None:
         return None
     last = max((m.number for m in numbered), default=FIRST)

@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from penstock.errors import StoreRefused
 from penstock.stores.migrations.base import Migration
+from penstock.stores.sql import Tx
 
 FIRST = 1  # the version of a store of release 0.1.0, which has no row `store`
 ROWS = "SELECT name, version FROM part"
@@ -31,6 +32,11 @@ class StoreVersion(Struct, frozen=True):
     step: int = 0
     key: int | None = None
 
+    @property
+    def is_current(self) -> bool:
+        """True if this release can use the store."""
+        return self.number == newest() and self.target is None
+
 
 def parse(rows: Iterable[tuple[str, int]]) -> StoreVersion | None:
     """Return the version in the rows of the table `part`, or None for a new store."""
@@ -44,6 +50,11 @@ def parse(rows: Iterable[tuple[str, int]]) -> StoreVersion | None:
         key=found.pop(KEY, None),
         parts=frozenset(found),
     )
+
+
+def read_version(tx: Tx) -> StoreVersion | None:
+    """Return the version of the store, or None for a new store."""
+    return parse(tx.execute(ROWS).fetchall())
 
 
 @functools.cache

@@ -20,6 +20,9 @@ from psycopg import sql as quoting
 
 from penstock.errors import StoreRefused, StoreUnavailable, Unreachable
 from penstock.stores.group_commit import GroupCommitStore, Job, resolve, take
+from penstock.stores.migrations.other_workers import OtherWorker
+from penstock.stores.migrations.versions import StoreVersion, read_version
+from penstock.stores.postgres import sessions
 from penstock.stores.postgres.connection import Wire, statements
 from penstock.stores.postgres.locks import FleetLock
 from penstock.stores.postgres.url import OLDEST, Address, refusal
@@ -93,7 +96,8 @@ class PostgresStore(GroupCommitStore):
     def wire(self) -> Wire:
         """Return a separate connection to this schema, not yet open, for listeners and locks."""
         path = quoting.Identifier(self.namespace).as_string(None)
-        return Wire(self.address.options, {**SETTINGS, "search_path": path})
+        own = {"search_path": path, "application_name": sessions.application_name(self.namespace)}
+        return Wire(self.address.options, SETTINGS | own)
 
     def part(self, name: str, schema: str) -> None:
         """As SqlStore.part. Processes that start at the same time create tables one by one."""
@@ -109,6 +113,39 @@ class PostgresStore(GroupCommitStore):
         except StoreRefused:
             self._exclusive.drop()
             raise
+
+    def version(self) -> StoreVersion | None:
+        """As SqlStore.version. Does not create the schema."""
+        return self._ask(
+            lambda tx: (
+                None
+                if tx.execute("SELECT to_regclass('part')::text").get is None
+                else read_version(tx)
+            )
+        )
+
+    def table_size(self, table: str) -> tuple[int, int]:
+        """As SqlStore.table_size."""
+
+        def count(tx: Tx) -> tuple[int, int]:
+            size = "SELECT pg_total_relation_size(to_regclass(?::text))"
+            found: int | None = tx.execute(size, (table,)).get
+            return (tx.execute(f"SELECT count(*) FROM {table}").get, found) if found else (0, 0)
+
+        return self._ask(count)
+
+    def other_workers(self) -> list[OtherWorker]:
+        """As SqlStore.other_workers."""
+        return self._ask(lambda tx: sessions.other_workers(tx, self.namespace))
+
+    def _ask(self, question: Callable[[Tx], T]) -> T:
+        """Run a query before the store is used. Raises Unreachable with the reason."""
+        try:
+            with self._exclusive.lock:
+                return question(self._exclusive.opened())
+        except psycopg.Error as e:
+            self._exclusive.drop()
+            raise refusal(e, self.address, self.namespace) from e
 
     def statements(self, script: str) -> list[str]:
         """As SqlStore.statements."""

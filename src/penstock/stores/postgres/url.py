@@ -9,6 +9,7 @@ from typing import Any
 import psycopg
 from psycopg import conninfo
 
+from penstock import __version__
 from penstock.errors import ConfigError, PenstockError, Unreachable
 
 OLDEST = 120000  # oldest supported server_version_num: PostgreSQL 12
@@ -61,7 +62,7 @@ class Address:
         where = f"{host}:{found['port']}" if found.get("port") else host
         user = f"{found['user']}@" if found.get("user") else ""
         options = {**TIMEOUTS, **found}
-        options.setdefault("application_name", "penstock")
+        options.setdefault("application_name", f"penstock {__version__}")
         return cls(options, f"postgres://{user}{where}/{found.get('dbname') or ''}".rstrip("/"))
 
     def without_secrets(self, text: str) -> str:
