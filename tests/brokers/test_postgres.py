@@ -399,7 +399,7 @@ async def test_no_message_is_lost_when_the_server_terminates_connections(
         if i % 2:
             fleet.sql(
                 "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
-                "WHERE application_name='penstock'"
+                "WHERE application_name LIKE 'penstock%'"
             )
         while f"e{i}" not in sent:
             try:

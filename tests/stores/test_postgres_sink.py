@@ -391,7 +391,7 @@ def test_a_cut_connection_is_an_outage_and_the_batch_can_be_repeated(place: Plac
     sink.write([row(1, "a", price=1)])
     place.sql(
         "SELECT pg_terminate_backend(pid, 60000) FROM pg_stat_activity "
-        "WHERE application_name = 'penstock' AND pid <> pg_backend_pid()"
+        "WHERE application_name LIKE 'penstock%' AND pid <> pg_backend_pid()"
     )
     with pytest.raises(StoreUnavailable):
         sink.write([row(2, "b", price=2), row(3, "c", new=3)])
