@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.stores.migrations.base import Backfill, Migration, Sql
-from penstock.stores.migrations.runner import Progress, migrate
+from penstock.stores.migrations.runner import Progress
+from penstock.stores.migrations.upgrade import Observer, upgrade
 from penstock.stores.migrations.versions import ROWS
 from penstock.stores.sql import SqlStore, Tx
 from penstock.stores.sqlite import Database
@@ -111,12 +112,16 @@ def _main(place: str, moment: int) -> None:
         return found
 
     store.write_now = counted
-    migrate(store, MIGRATIONS, batch=BATCH)
+    migrated_steps(store)
 
 
 def migrated_steps(store: SqlStore) -> list[Progress]:
+    class Steps(Observer):
+        def progressed(self, progress: Progress) -> None:
+            steps.append(progress)
+
     steps: list[Progress] = []
-    migrate(store, MIGRATIONS, batch=BATCH, on_progress=steps.append)
+    upgrade(store, Path("no-workers"), chosen=MIGRATIONS, batch=BATCH, observer=Steps())
     return steps
 
 

@@ -67,6 +67,14 @@ def test_a_migration_that_was_killed_resumes(file: str, moment: int) -> None:
     assert len(migrated_steps(db)) == TRANSACTIONS - (moment + 1) // 2
     check_migrated(db)
     db.close_now()
+    # The backup has the state before the first step, not the state after the kill.
+    copy = Database(f"{file}.before-v4")
+    version = copy.version()
+    assert version is not None
+    assert (version.number, version.target) == (1, None)
+    size, _ = copy.table_size("item")
+    assert size == ROWS_BEFORE
+    copy.close_now()
 
 
 def test_an_incomplete_migration_is_refused_by_every_release(file: str) -> None:

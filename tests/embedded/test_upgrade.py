@@ -96,6 +96,12 @@ async def test_every_command_migrates_an_older_file_after_a_backup(both: Both) -
     assert await both.now.status() == before
 
 
+async def test_commands_that_start_together_migrate_once(both: Both) -> None:
+    found = await asyncio.gather(*(both.next.command("status") for _ in range(3)))
+    assert "".join(err for _, err in found).count("was migrated") == 1
+    assert (both.version(), both.version(both.backup)) == (NEXT, NOW)
+
+
 async def test_migrate_shows_its_plan_and_check_changes_nothing(both: Both) -> None:
     out = await both.next.penstock("migrate", "--check", code=3)
     assert f"store version {NOW} → {NEXT}" in out
@@ -213,7 +219,11 @@ async def test_a_worker_stops_when_the_store_version_changes(
     for topic in ("requests", "records"):
         await both.now.penstock("topics", "resume", topic)
     async with both.worker(*["--until-idle"] * until_idle) as worker:
-        both.ask(f"INSERT OR REPLACE INTO part VALUES('{row}', {NEXT})")
+        # The worker cannot finish its work, because its tables have changed.
+        both.ask(
+            f"BEGIN IMMEDIATE; INSERT OR REPLACE INTO part VALUES('{row}', {NEXT});"
+            "ALTER TABLE event RENAME TO happening; ALTER TABLE claim RENAME TO ticket; COMMIT"
+        )
         _, err = await worker.communicate()
         assert worker.returncode == code
         assert f"to store version {NEXT}. This worker knows version {NOW}" in err.decode()

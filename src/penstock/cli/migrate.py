@@ -12,7 +12,7 @@ from penstock.cli.options import DEFAULTS, Common, Json
 from penstock.cli.output import console, plain, print_json, say, styled
 from penstock.cli.progress import bar
 from penstock.errors import CONFIGURATION, OK
-from penstock.operate.figures import count, joined, lasting, plural, size
+from penstock.operate.figures import joined, lasting, plural, size
 
 if TYPE_CHECKING:
     from penstock.runtime.migrating import MigratingStore, OtherWorker, Plan, Progress
@@ -112,7 +112,7 @@ def _show(plan: Plan, workers: Sequence[OtherWorker]) -> None:
         f"{size(plan.disk)} of disk space{backup}"
     )
     if workers:
-        say(f"in use by {count(len(workers))} of another release: {joined(map(str, workers))}")
+        say(f"used by {plural(len(workers), 'worker')}: {joined(map(str, workers))}")
 
 
 def _document(plan: Plan, workers: Sequence[OtherWorker]) -> dict[str, Any]:

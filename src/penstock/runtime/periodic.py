@@ -40,7 +40,7 @@ class PeriodicWork:
             try:
                 await self._stores.claims.refresh()
                 if beats % 10 == 0:
-                    await self._check_store_version()
+                    await self.check_store_version()
                     if self._config.proxies:
                         await self._stores.proxies.refresh()
                     for worker in await self._stores.maintenance.reclaim(
@@ -64,19 +64,24 @@ class PeriodicWork:
                 log.error("%s", e.message)
                 await self._clock.sleep(1.0)
 
-    async def _check_store_version(self) -> None:
-        """Stop this worker if another release migrates the store. Runs with each heartbeat."""
+    async def check_store_version(self) -> bool:
+        """Return True if another release migrates the store. Then this worker has to stop.
+
+        Runs with each heartbeat.
+        """
         found = await self._stores.db.read(read_version)
-        if found is None or found.is_current or self.store_changed.is_set():
-            return
-        log.warning(
-            "another release changes %s to store version %d. This worker knows version %d, so it "
-            "stops: start the workers of that release",
-            self._stores.db.path,
-            found.target or found.number,
-            newest(),
-        )
+        if found is None or found.is_current:
+            return False
+        if not self.store_changed.is_set():
+            log.warning(
+                "another release changes %s to store version %d. This worker knows version %d, so "
+                "it stops. Start the workers of that release",
+                self._stores.db.path,
+                found.target or found.number,
+                newest(),
+            )
         self.store_changed.set()
+        return True
 
     async def relay(self, chores: RelayChores) -> None:
         """Publish due messages on the external broker, and messages that the broker has lost.

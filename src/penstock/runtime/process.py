@@ -158,7 +158,12 @@ class WorkerProcess:
             self._open_workers(fetcher, extraction, suspects, hooks)
             if opened is not None:
                 opened(self)
-            await self._work(stop, until_idle, background)
+            try:
+                await self._work(stop, until_idle, background)
+            except Exception:
+                # Statements of this release may fail on tables of another release.
+                if not await self._periodic.check_store_version():
+                    raise
             if self._periodic.store_changed.is_set():
                 return CONFIGURATION if until_idle else OK
             for f in self.flushers:

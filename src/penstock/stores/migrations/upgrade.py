@@ -59,20 +59,22 @@ def upgrade(
     release has changed the store, or if the disk has no space for the backup.
     """
     observer = observer or Observer()
-    with _alone(store):
-        plan = make_plan(store, chosen)
-        if plan is None or not plan.missing:
-            return plan
-        while found := other_workers(store, workers_directory):
-            if not wait:
-                refuse_other_workers(store.path, found)
-            observer.waiting(found)
-            time.sleep(POLL_INTERVAL)
-        if plan.backup is not None:
-            _refuse_full_disk(plan)
-            _back_up(store, Path(plan.backup), observer)
-        migrate(store, chosen, batch=batch, on_progress=observer.progressed)
-        return plan
+    while True:
+        with _alone(store):
+            plan = make_plan(store, chosen)
+            if plan is None or not plan.missing:
+                return plan
+            found = other_workers(store, workers_directory)
+            if not found:
+                if plan.backup is not None:
+                    _refuse_full_disk(plan)
+                    _back_up(store, Path(plan.backup), observer)
+                migrate(store, chosen, batch=batch, on_progress=observer.progressed)
+                return plan
+        if not wait:
+            refuse_other_workers(store.path, found)
+        observer.waiting(found)
+        time.sleep(POLL_INTERVAL)
 
 
 def upgrade_file(store: SqlStore, workers_directory: Path) -> None:
