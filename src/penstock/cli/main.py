@@ -117,7 +117,7 @@ COMMANDS: tuple[tuple[str, str, str, str], ...] = (
 )
 EPILOGUE = """\
 Exit codes: 0 ok · 1 ran, but an event ended dead, or an input was refused or not found · 2 usage
-· 3 configuration · 4 store or server unreachable · 5 differences found.
+· 3 configuration, or refused · 4 store or server unreachable · 5 differences found.
 `penstock COMMAND --help` shows the options of a command. Commands that read have `--json`."""
 # Replaces a bare "-", which the parser would take for an option.
 STDIN = "<stdin>"
