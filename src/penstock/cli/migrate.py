@@ -92,7 +92,7 @@ def _observer(plan: Plan, stack: contextlib.ExitStack) -> Any:
         def progressed(self, progress: Progress) -> None:
             if self.set_rows is None:
                 stack.close()  # the bar of the backup
-                self.set_rows = stack.enter_context(bar("rows", plan.rows or None))
+                self.set_rows = stack.enter_context(bar("rows", plan.backfilled or None))
             self.rows += progress.rows
             self.set_rows(self.rows)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from penstock.stores.migrations.base import Backfill, Migration
+from penstock.stores.migrations.base import Backfill, Migration, Sql
 from penstock.stores.migrations.versions import FIRST, migrations, newest, refuse_newer
 from penstock.stores.sql import SqlStore
 
@@ -30,6 +30,7 @@ class Plan(Struct, frozen=True):
     to: int
     missing: tuple[Migration, ...]
     rows: int = 0  # rows that the steps read or change
+    backfilled: int = 0  # rows that backfills change, for a progress bar
     disk: int = 0  # bytes, with the backup
     seconds: float = 0.0
     backup: str | None = None  # the file to which the store is copied first
@@ -49,13 +50,12 @@ def make_plan(store: SqlStore, chosen: Sequence[Migration] | None = None) -> Pla
         return Plan(store.path, to, to, ())
     numbered = migrations() if chosen is None else chosen
     missing = tuple(m for m in numbered if m.number > version.number)
-    sizes = [
-        store.table_size(table)
-        for migration in missing
-        if migration.part in version.parts
-        for table in _tables(migration)
-    ]
-    rows, disk = sum(rows for rows, _ in sizes), sum(size for _, size in sizes)
+    rows = disk = backfilled = 0
+    for step in (s for m in missing if m.part in version.parts for s in m.steps):
+        for table in _tables(step):
+            table_rows, table_bytes = store.table_size(table)
+            rows, disk = rows + table_rows, disk + table_bytes
+            backfilled += table_rows if isinstance(step, Backfill) else 0
     copied, backup = 0, None
     # The backup of an incomplete migration was made before its first step.
     if store.file is not None and version.target is None:
@@ -67,21 +67,18 @@ def make_plan(store: SqlStore, chosen: Sequence[Migration] | None = None) -> Pla
         to,
         missing,
         rows=rows,
+        backfilled=backfilled,
         disk=disk + copied,
         seconds=rows / ROWS_PER_SECOND + copied / BYTES_PER_SECOND,
         backup=backup,
     )
 
 
-def _tables(migration: Migration) -> list[str]:
-    """Return a table for each time that a step reads or changes all its rows."""
-    found: list[str] = []
-    for step in migration.steps:
-        if isinstance(step, Backfill):
-            found.append(step.table)
-        else:
-            found += [next(filter(None, names)) for names in _TABLE.findall(step.text)]
-    return found
+def _tables(step: Sql | Backfill) -> list[str]:
+    """Return a table for each time that the step reads or changes all its rows."""
+    if isinstance(step, Backfill):
+        return [step.table]
+    return [next(filter(None, names)) for names in _TABLE.findall(step.text)]
 
 
 def _files(store: SqlStore) -> list[Path]:
