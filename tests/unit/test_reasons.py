@@ -133,6 +133,21 @@ RECORDED = [
         "breaker: shop.test of shop.test events ended dead within 7 s",
         "72ed73c8c513",
     ),
+    (
+        Reason.BREAKER_HOSTS,
+        "breaker: shop.test of shop.test active hosts are paused after shop.test failures",
+        "7cf57b3a038d",
+    ),
+    (
+        Reason.HOST_PAUSED,
+        "host shop.test is paused until an operator resumes it",
+        "d38fdd31b871",
+    ),
+    (
+        Reason.EXTRACTOR_PAUSED,
+        "extractor shop.test is paused until an operator resumes it",
+        "8f730782b673",
+    ),
     (Reason.HOOK, "the hook raised shop.test", "f3df8e976688"),
     (
         Reason.BAD_LINK,

@@ -414,6 +414,7 @@ class Handlers:
                 item,
                 "success",
                 reason=reason,
+                extracted=True,
                 records=x.records,
                 links=x.links,
                 extractors=item.depends_on,

@@ -99,6 +99,7 @@ class End(msgspec.Struct, kw_only=True):
     records: Sequence[Record] = ()
     links: Sequence[Link] = ()
     extractors: str = ""  # what the extraction depended on, as in rules.dependencies
+    extracted: bool = False  # a success for which extractors ran, so the page was not unchanged
     failed_extractors: Sequence[str] = ()  # names, if the extraction failed
     response_status: int | None = None
     response_hash: str | None = None

@@ -89,7 +89,7 @@ SENTENCES: dict[Reason, str] = {
     Reason.MESSAGE_SIZE: "its message for `{}` has {} bytes, more than the broker takes",
     Reason.PURGED: "purged by hand",
     Reason.BREAKER: "breaker: {} of {} events ended dead within {:g} s",
-    Reason.BREAKER_HOSTS: "breaker: {} of {} active hosts are paused, each with most events {}",
+    Reason.BREAKER_HOSTS: "breaker: {} of {} active hosts are paused after {} failures",
     Reason.HOST_PAUSED: "host {} is paused until an operator resumes it",
     Reason.EXTRACTOR_PAUSED: "extractor {} is paused until an operator resumes it",
     Reason.HOOK: "the hook raised {}",
