@@ -40,6 +40,8 @@ COUNTERS = (
     "records_unchanged",
     "changes",
     "unchanged",
+    "gone",
+    "missing",
     "empty",
     "unmatched",
     "followed",
@@ -186,6 +188,10 @@ def document(looked: Look, now: float) -> dict[str, Any]:
             }
             for s in sources
         ],
+        "removals_held": [
+            {"host": h.host, "urls": h.urls, "known": h.known, "since": iso(h.since)}
+            for h in found.held
+        ],
         "hooks_waiting": found.changes_waiting,
         "workers": workers,
         "oldest_pending_age": None
@@ -215,6 +221,16 @@ def picture(looked: Look, now: float) -> RenderableType:
                 plain(w.next_step),
             )
             for w in waits
+        ),
+        *(
+            (
+                " waits ",
+                h.host,
+                f"{count(h.urls)} of {plural(h.known, 'known URL')} disappeared, so no record is "
+                "removed",
+                f"penstock domains approve {plain(h.host)}",
+            )
+            for h in found.held
         ),
         *((" sink down ", n, f"{why} (rows wait in the outbox)", "") for n, why in down.items()),
         *(
@@ -282,6 +298,8 @@ def _yield(found: Standing) -> RenderableType | None:
     for name, label in (
         ("changes", "changes"),
         ("unchanged", "pages unchanged"),
+        ("gone", "pages gone"),
+        ("missing", "pages missing"),
         ("records_unchanged", "records unchanged"),
         ("followed", "links followed"),
     ):

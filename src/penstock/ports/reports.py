@@ -7,6 +7,7 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
+from penstock.ports.absences import HeldRemovals
 from penstock.ports.broker import QueueAudit
 from penstock.ports.events import PageMeta
 
@@ -97,6 +98,7 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     sinks: list[SinkState]
     running: dict[str, int]  # worker -> number of its leases. At most SCAN leases are read.
     changes_waiting: bool  # a change waits for a hook
+    held: list[HeldRemovals]  # removals that wait for an operator
     oldest: float | None  # time at which the oldest unfinished message was queued
 
 
@@ -139,6 +141,7 @@ class EventRow(msgspec.Struct, frozen=True, kw_only=True):
     reason: str | None
     worker: str | None
     extractors: str | None
+    result: str | None  # of a success without a page: "missing" or "gone"
     page: str | None
     duplicate_of: str | None
     promoted: int
@@ -197,6 +200,7 @@ class EventReports(Protocol):
         status: str | None = None,
         host: str | None = None,
         source: str | None = None,
+        result: str | None = None,
         url_key: bytes | None = None,
         limit: int = 50,
         everything: bool = False,

@@ -37,7 +37,7 @@ from penstock.intake.mapping import Mapping as SourceMapping
 from penstock.intake.reader import Reader
 from penstock.ledgers.sql.events import OPEN
 from penstock.locks import WorkerLock
-from penstock.model import mint
+from penstock.model import Reason, mint
 from penstock.net.http import CurlFetcher
 from penstock.operate.hosts import apply_configured_exceptions
 from penstock.operate.waiting import lines_about, stuck_in
@@ -45,6 +45,7 @@ from penstock.ports import Clock, Durability, Extraction, TableSink, Transaction
 from penstock.rules import retry
 from penstock.rules.masking import mask
 from penstock.rules.waiting import Waiting
+from penstock.rules.reasons import sentence
 from penstock.runtime.fetching import (
     SOURCE_BODY,
     exceptions,
@@ -54,7 +55,13 @@ from penstock.runtime.fetching import (
 )
 from penstock.runtime.periodic import PeriodicWork
 from penstock.runtime.roles import chains, check_roles
-from penstock.runtime.sources_and_sinks import check_served, open_sinks, open_sources, sink_lock
+from penstock.runtime.sources_and_sinks import (
+    check_served,
+    key_fields,
+    open_sinks,
+    open_sources,
+    sink_lock,
+)
 from penstock.runtime.stores import open_stores, settings, worker_id
 from penstock.runtime.tasks import cancel_all, wait_or_cancel
 from penstock.sources.base import SourceContext
@@ -140,7 +147,12 @@ class WorkerProcess:
             extraction, suspects = await self._open_extraction(closing)
             fetcher = await self._open_fetcher(closing)
             self.stores.with_settings(
-                settings(self.config, sinks=self._bind_sinks(), hooks=bool(self.pipeline.hooks))
+                settings(
+                    self.config,
+                    sinks=self._bind_sinks(),
+                    hooks=bool(self.pipeline.hooks),
+                    keys=key_fields(self.pipeline),
+                )
             )
             dead_before = await self._dead()
             if "source" in self.roles and not all(source.served for source, _ in self.sources):
@@ -179,6 +191,7 @@ class WorkerProcess:
                 or bool(self.stuck)
                 or await self._is_paused()
                 or any(r.error for r in self.readers)
+                or await self._held_removals()
             )
             return RAN_WITH_FAILURES if until_idle and failed else OK
 
@@ -249,6 +262,7 @@ class WorkerProcess:
                 if (
                     read
                     and await self.stores.uow.read(self._is_idle)
+                    and not await self._periodic.remove(idle=True)
                     and all([await f.backlog() == 0 for f in self.flushers])
                 ):
                     return
@@ -269,6 +283,13 @@ class WorkerProcess:
     async def _is_paused(self) -> bool:
         """Return True if a topic is paused."""
         return bool(await self.stores.uow.read(lambda tx: tx.queue.paused()))
+
+    async def _held_removals(self) -> bool:
+        """Warn about removals that wait for an operator. Return True if there are any."""
+        held = await self.stores.uow.read(lambda tx: tx.absences.held())
+        for h in held:
+            log.warning("%s", sentence(Reason.APPROVAL, h.urls, h.host))
+        return bool(held)
 
     # -- parts of the process ----------------------------------------------------------------------
 

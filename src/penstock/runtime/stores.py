@@ -25,13 +25,14 @@ from penstock.errors import ConfigError, StoreUnavailable, Unreachable
 from penstock.ledgers.sql.ledger import SqlLedger
 from penstock.pages.bound import IndexedPages
 from penstock.ports import (
+    ExtractorKeys,
     Broker,
     Clock,
     HostTable,
     StoreFacts,
     TopicSpec,
 )
-from penstock.rules import breaker
+from penstock.rules import breaker, gone
 from penstock.runtime.assembly import Assembly, ClaimServer, proxies_of
 from penstock.stores import sqlite_checks
 from penstock.stores.context import Context
@@ -309,9 +310,13 @@ def worker_id() -> str:
 
 
 def settings(
-    config: Config, *, sinks: Sequence[SinkBinding] = (), hooks: bool = False
+    config: Config,
+    *,
+    sinks: Sequence[SinkBinding] = (),
+    hooks: bool = False,
+    keys: ExtractorKeys = {},
 ) -> LifecycleSettings:
-    b = config.breaker
+    b, g = config.breaker, config.gone
     return LifecycleSettings(
         max_pending=config.intake.max_pending,
         window=config.dedup.window,
@@ -327,4 +332,6 @@ def settings(
         breaker=breaker.Limits(
             dead_share=b.dead_share, at_least=b.min, window=b.window, alert_share=b.alert
         ),
+        gone=gone.Limits(after=g.after, share=g.limit, settle=g.settle),
+        keys=keys,
     )

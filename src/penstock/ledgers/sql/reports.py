@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.ledgers.sql.absences import held_removals
 from penstock.ledgers.sql.dead_letters import SqlDeadLetterReports
 from penstock.ports import QueueAudit, QueueReports, Status
 from penstock.ports.reports import (
@@ -86,6 +87,7 @@ class SqlReports(SqlDeadLetterReports):
             running=self._queues.leases_by_worker(SCAN),
             changes_waiting=self._tx.execute("SELECT 1 FROM change WHERE tries<5 LIMIT 1").get
             is not None,
+            held=held_removals(self._tx),
             oldest=self._queues.oldest(SAMPLE),
         )
 
@@ -253,6 +255,7 @@ class SqlReports(SqlDeadLetterReports):
         status: str | None = None,
         host: str | None = None,
         source: str | None = None,
+        result: str | None = None,
         url_key: bytes | None = None,
         limit: int = 50,
         everything: bool = False,
@@ -262,7 +265,8 @@ class SqlReports(SqlDeadLetterReports):
         Filters without an index read only the newest `SCAN` events, unless `everything` is true.
         """
         conditions, bindings = ["1=1"], []
-        for column, value in (("host", host), ("source", source), ("url_key", url_key)):
+        wanted = {"host": host, "source": source, "result": result, "url_key": url_key}
+        for column, value in wanted.items():
             if value is not None:
                 conditions.append(f"e.{column}=?")
                 bindings.append(value)
