@@ -1,10 +1,9 @@
-"""Known pages that answer 404 or 410: visits, removals, the limit of a host, and pages that return."""
+"""Known pages that answer 404 or 410: visits, removals, limits of hosts, and pages that return."""
 
 from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Callable
 
 import psycopg
 import pytest
@@ -219,7 +218,7 @@ def test_a_page_that_left_its_sitemap_needs_one_visit(shop: Project, site: Site)
 
     urls = serve(site, 2)
     map_ = site.serve("/sitemap.xml", listed(*urls))
-    shop.write("shop.py", HOOKED + f'\nshop.source("sitemap+{map_}", emit="new,removed")\n')
+    shop.write("shop.py", HOOKED + f'\nshop.source("sitemap+{map_}", emit=["new", "removed"])\n')
     shop.run()
     assert table(shop) == {"S-0", "S-1"}
     site.serve("/p/0", MISSING)

@@ -140,7 +140,11 @@ class Recorder:
         )
         reason = _clean(f.reason)
         # If the URL had a success before, this answer is one too. The transaction decides.
-        absent = f.kind is ErrorClass.NOT_FOUND and item.event.ask.method in ("GET", "HEAD")
+        absent = (
+            f.kind is ErrorClass.NOT_FOUND
+            and stage == "fetch"
+            and item.event.ask.method in ("GET", "HEAD")
+        )
         self.end(
             item,
             "absent" if absent else "dead" if decision.dead else "retry",

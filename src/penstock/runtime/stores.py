@@ -25,9 +25,9 @@ from penstock.errors import ConfigError, StoreUnavailable, Unreachable
 from penstock.ledgers.sql.ledger import SqlLedger
 from penstock.pages.bound import IndexedPages
 from penstock.ports import (
-    ExtractorKeys,
     Broker,
     Clock,
+    ExtractorKeys,
     HostTable,
     StoreFacts,
     TopicSpec,
@@ -314,7 +314,7 @@ def settings(
     *,
     sinks: Sequence[SinkBinding] = (),
     hooks: bool = False,
-    keys: ExtractorKeys = {},
+    keys: ExtractorKeys | None = None,
 ) -> LifecycleSettings:
     b, g = config.breaker, config.gone
     return LifecycleSettings(
@@ -333,5 +333,5 @@ def settings(
             dead_share=b.dead_share, at_least=b.min, window=b.window, alert_share=b.alert
         ),
         gone=gone.Limits(after=g.after, share=g.limit, settle=g.settle),
-        keys=keys,
+        keys=keys or {},
     )

@@ -51,7 +51,7 @@ CREATE TABLE seen(trace TEXT NOT NULL, url_key BLOB NOT NULL, at REAL NOT NULL,
   PRIMARY KEY(trace, url_key)) WITHOUT ROWID;
 CREATE TABLE cursor(source TEXT PRIMARY KEY, body BLOB, at REAL NOT NULL) WITHOUT ROWID;
 -- Known URLs whose newest visit answered 404 or 410. The state is 'missing', 'leaving' (the records
--- will be removed), 'held' (that waits for an operator) or 'gone'. `since` is the time of the state.
+-- will be removed), 'held' (the removal waits for an operator) or 'gone'. `since` is its time.
 CREATE TABLE absent(url_key BLOB PRIMARY KEY, host TEXT NOT NULL, event INTEGER NOT NULL,
   visits INTEGER NOT NULL, at REAL NOT NULL, state TEXT NOT NULL, since REAL NOT NULL)
   WITHOUT ROWID;
