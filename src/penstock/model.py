@@ -338,7 +338,6 @@ class Reason(enum.StrEnum):
     EMPTY = "empty"  # an extractor matches the page, and yields nothing
     UNMATCHED = "unmatched"  # no extractor matches the page
     MISSING = "missing"  # a known URL answered 404, and not often enough to be gone
-    APPROVAL = "approval"  # removals of a host wait for an operator
     GONE = "gone"  # a known URL no longer exists, and its records are removed
     # Not started, or started again
     DUPLICATE = "duplicate"

@@ -18,7 +18,6 @@ SENTENCES: dict[Reason, str] = {
     Reason.UNMATCHED: "unmatched",
     Reason.MISSING: "missing, {} of {} visits",
     Reason.GONE: "gone",
-    Reason.APPROVAL: "the removal of {} gone URLs of {} waits for `penstock domains approve`",
     Reason.DUPLICATE: "duplicate of {}",
     Reason.WINDOW: "fetched less than its window ago",
     Reason.SLOT: "waiting for a slot of {}",

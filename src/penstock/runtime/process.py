@@ -37,7 +37,7 @@ from penstock.intake.mapping import Mapping as SourceMapping
 from penstock.intake.reader import Reader
 from penstock.ledgers.sql.events import OPEN
 from penstock.locks import WorkerLock
-from penstock.model import Reason, mint
+from penstock.model import mint
 from penstock.net.http import CurlFetcher
 from penstock.operate.hosts import apply_configured_exceptions
 from penstock.operate.waiting import lines_about, stuck_in
@@ -45,7 +45,6 @@ from penstock.ports import Clock, Durability, Extraction, TableSink, Transaction
 from penstock.rules import retry
 from penstock.rules.masking import mask
 from penstock.rules.waiting import Waiting
-from penstock.rules.reasons import sentence
 from penstock.runtime.fetching import (
     SOURCE_BODY,
     exceptions,
@@ -191,7 +190,7 @@ class WorkerProcess:
                 or bool(self.stuck)
                 or await self._is_paused()
                 or any(r.error for r in self.readers)
-                or await self._held_removals()
+                or await self._periodic.holds_removals()
             )
             return RAN_WITH_FAILURES if until_idle and failed else OK
 
@@ -283,13 +282,6 @@ class WorkerProcess:
     async def _is_paused(self) -> bool:
         """Return True if a topic is paused."""
         return bool(await self.stores.uow.read(lambda tx: tx.queue.paused()))
-
-    async def _held_removals(self) -> bool:
-        """Warn about removals that wait for an operator. Return True if there are any."""
-        held = await self.stores.uow.read(lambda tx: tx.absences.held())
-        for h in held:
-            log.warning("%s", sentence(Reason.APPROVAL, h.urls, h.host))
-        return bool(held)
 
     # -- parts of the process ----------------------------------------------------------------------
 
