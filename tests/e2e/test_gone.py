@@ -218,7 +218,10 @@ def test_a_page_that_left_its_sitemap_needs_one_visit(shop: Project, site: Site)
 
     urls = serve(site, 2)
     map_ = site.serve("/sitemap.xml", listed(*urls))
-    shop.write("shop.py", HOOKED + f'\nshop.source("sitemap+{map_}", emit=["new", "removed"])\n')
+    shop.write(
+        "shop.py",
+        HOOKED + f'\nshop.source("sitemap+{map_}", emit=["new", "removed"], every="100ms")\n',
+    )
     shop.run()
     assert table(shop) == {"S-0", "S-1"}
     site.serve("/p/0", MISSING)

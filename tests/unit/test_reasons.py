@@ -37,6 +37,8 @@ RECORDED = [
     (Reason.UNCHANGED, "unchanged", "c7fbccbbc493"),
     (Reason.EMPTY, "empty", "9f0b908ab7bb"),
     (Reason.UNMATCHED, "unmatched", "0d0395fbc2c2"),
+    (Reason.MISSING, "missing, shop.test of shop.test visits", "d906910951ad"),
+    (Reason.GONE, "gone", "b398bc4516f4"),
     (Reason.DUPLICATE, "duplicate of shop.test", "1916c6b08250"),
     (Reason.WINDOW, "fetched less than its window ago", "3d63e5b2f324"),
     (Reason.SLOT, "waiting for a slot of shop.test", "b0a1a8323a51"),
