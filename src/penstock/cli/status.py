@@ -188,10 +188,6 @@ def document(looked: Look, now: float) -> dict[str, Any]:
             }
             for s in sources
         ],
-        "removals_held": [
-            {"host": h.host, "urls": h.urls, "known": h.known, "since": iso(h.since)}
-            for h in found.held
-        ],
         "hooks_waiting": found.changes_waiting,
         "workers": workers,
         "oldest_pending_age": None
@@ -221,16 +217,6 @@ def picture(looked: Look, now: float) -> RenderableType:
                 plain(w.next_step),
             )
             for w in waits
-        ),
-        *(
-            (
-                " waits ",
-                h.host,
-                f"{count(h.urls)} of {plural(h.known, 'known URL')} disappeared, so no record is "
-                "removed",
-                f"penstock domains approve {plain(h.host)}",
-            )
-            for h in found.held
         ),
         *((" sink down ", n, f"{why} (rows wait in the outbox)", "") for n, why in down.items()),
         *(

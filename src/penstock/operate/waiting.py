@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from penstock.operate.figures import plural
 from penstock.ports import Clock, Transaction, UnitOfWork
-from penstock.rules.waiting import EXTRACTOR, TOPIC, Waiting, waiting
+from penstock.rules.waiting import APPROVAL, EXTRACTOR, TOPIC, Waiting, waiting
 
 OPEN = ("pending", "delayed", "in_flight", "writing")
 GROUP = "main"
@@ -22,7 +22,8 @@ Parked: TypeAlias = tuple[int, str, int]
 def waits_in(tx: Transaction) -> list[Waiting]:
     """Return what is paused or missing, with the number of events that wait for it.
 
-    Topics come first, then what the breaker paused, then causes of delayed events.
+    Topics come first, then what the breaker paused, then causes of delayed events, then
+    removals.
     """
     waits = tx.maintenance.waits()
     opened = tx.breakers.opened()
@@ -36,7 +37,19 @@ def waits_in(tx: Transaction) -> list[Waiting]:
     return [
         waiting(TOPIC + name, max(0, n), reason=reason)
         for (name, reason), n in zip(topics, others, strict=True)
-    ] + found
+    ] + [*found, *approvals_in(tx)]
+
+
+def approvals_in(tx: Transaction) -> list[Waiting]:
+    """Return the hosts of which too many pages disappeared, so that no record is removed."""
+    return [
+        waiting(
+            APPROVAL + h.host,
+            reason=f"{h.urls} of {h.known} known URLs disappeared, so no record is removed",
+            since=h.since,
+        )
+        for h in tx.absences.held()
+    ]
 
 
 def stuck_in(tx: Transaction) -> list[Waiting]:

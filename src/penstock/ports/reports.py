@@ -7,7 +7,6 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
-from penstock.ports.absences import HeldRemovals
 from penstock.ports.broker import QueueAudit
 from penstock.ports.events import PageMeta
 
@@ -98,7 +97,6 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     sinks: list[SinkState]
     running: dict[str, int]  # worker -> number of its leases. At most SCAN leases are read.
     changes_waiting: bool  # a change waits for a hook
-    held: list[HeldRemovals]  # removals that wait for an operator
     oldest: float | None  # time at which the oldest unfinished message was queued
 
 

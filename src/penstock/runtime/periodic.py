@@ -90,19 +90,6 @@ class PeriodicWork:
                 flusher.wake()
         return removed
 
-    async def holds_removals(self) -> bool:
-        """Warn about removals that wait for an operator. Return True if there are any."""
-        held = await self._stores.uow.read(lambda tx: tx.absences.held())
-        for h in held:
-            log.warning(
-                "the records of %d gone URLs of %s are not removed yet: too many disappeared. "
-                "penstock domains approve %s",
-                h.urls,
-                h.host,
-                h.host,
-            )
-        return bool(held)
-
     async def relay(self, chores: RelayChores) -> None:
         """Publish due messages on the external broker, and messages that the broker has lost.
 

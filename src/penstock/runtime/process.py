@@ -40,7 +40,7 @@ from penstock.locks import WorkerLock
 from penstock.model import mint
 from penstock.net.http import CurlFetcher
 from penstock.operate.hosts import apply_configured_exceptions
-from penstock.operate.waiting import lines_about, stuck_in
+from penstock.operate.waiting import approvals_in, lines_about, stuck_in
 from penstock.ports import Clock, Durability, Extraction, TableSink, Transaction
 from penstock.rules import retry
 from penstock.rules.masking import mask
@@ -54,13 +54,7 @@ from penstock.runtime.fetching import (
 )
 from penstock.runtime.periodic import PeriodicWork
 from penstock.runtime.roles import chains, check_roles
-from penstock.runtime.sources_and_sinks import (
-    check_served,
-    key_fields,
-    open_sinks,
-    open_sources,
-    sink_lock,
-)
+from penstock.runtime.sources_and_sinks import check_served, open_sinks, open_sources, sink_lock
 from penstock.runtime.stores import open_stores, settings, worker_id
 from penstock.runtime.tasks import cancel_all, wait_or_cancel
 from penstock.sources.base import SourceContext
@@ -146,12 +140,7 @@ class WorkerProcess:
             extraction, suspects = await self._open_extraction(closing)
             fetcher = await self._open_fetcher(closing)
             self.stores.with_settings(
-                settings(
-                    self.config,
-                    sinks=self._bind_sinks(),
-                    hooks=bool(self.pipeline.hooks),
-                    keys=key_fields(self.pipeline),
-                )
+                settings(self.config, self.pipeline, sinks=self._bind_sinks())
             )
             dead_before = await self._dead()
             if "source" in self.roles and not all(source.served for source, _ in self.sources):
@@ -190,7 +179,6 @@ class WorkerProcess:
                 or bool(self.stuck)
                 or await self._is_paused()
                 or any(r.error for r in self.readers)
-                or await self._periodic.holds_removals()
             )
             return RAN_WITH_FAILURES if until_idle and failed else OK
 
@@ -264,6 +252,7 @@ class WorkerProcess:
                     and not await self._periodic.remove(idle=True)
                     and all([await f.backlog() == 0 for f in self.flushers])
                 ):
+                    self.stuck = await self.stores.uow.read(approvals_in)
                     return
                 if (read or await self._is_paused()) and not any(w.held for w in self.workers):
                     self.stuck = await self.stores.uow.read(stuck_in)

@@ -16,7 +16,7 @@ from penstock.fetching.source_client import SourceWeb
 from penstock.fetching.stage import FetchStage
 from penstock.intake.mapping import Mapping as SourceMapping
 from penstock.model import mint
-from penstock.ports import ExtractorKeys, ServedSource, Sink, Source
+from penstock.ports import ServedSource, Sink, Source
 from penstock.runtime.fetching import SOURCE_BODY, fetch_options, open_fetcher
 from penstock.runtime.stores import Politeness, adapter
 from penstock.sources.base import SourceContext
@@ -41,15 +41,6 @@ def open_sinks(pipeline: Pipeline, base: Path) -> list[tuple[Sink, tuple[str, ..
             raise ConfigError(f"two sinks write to {sink.name}", hint="give each its own file")
         found.append((sink, spec.only))
     return found
-
-
-def key_fields(pipeline: Pipeline) -> ExtractorKeys:
-    """Return the fields of the extractors' record keys, for records that are removed."""
-    keys = {}
-    for e in pipeline.extractors:
-        named = () if e.key is None or callable(e.key) else e.key
-        keys[e.name] = (e.version, (named,) if isinstance(named, str) else tuple(named))
-    return keys
 
 
 def check_sources(pipeline: Pipeline, config: Config) -> None:

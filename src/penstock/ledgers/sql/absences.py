@@ -13,7 +13,6 @@ from penstock.ledgers.sql.outbox import shelf_of
 from penstock.model import REMOVED, Record
 from penstock.ports.absences import AbsentVisit, ExtractorKeys, HeldRemovals, Leaving
 from penstock.rules.gone import HostAbsences, Past
-from penstock.stores.sql import Tx
 
 # The newest success of a URL, besides one event.
 _PAST = (
@@ -132,7 +131,16 @@ class SqlAbsences(LedgerTable):
 
     def held(self) -> list[HeldRemovals]:
         """Return the removals that wait for an operator, without URLs that have succeeded since."""
-        return held_removals(self._tx)
+        rows = self._tx.execute(
+            "SELECT absent.host, count(*), min(absent.since), coalesce(max(k.known), 0)"
+            " FROM absent LEFT JOIN known_host k ON k.host=absent.host"
+            f" WHERE absent.state='held' AND NOT {_RETURNED}"
+            " GROUP BY absent.host ORDER BY absent.host"
+        )
+        return [
+            HeldRemovals(host=host, urls=urls, known=known, since=since)
+            for host, urls, since, known in rows
+        ]
 
     def leaving(self, host: str, limit: int) -> list[Leaving]:
         """Return URLs of a host whose removals may be applied."""
@@ -215,20 +223,6 @@ class SqlAbsences(LedgerTable):
 
     def _add_forgotten(self, hosts: Iterable[str]) -> None:
         self.add_known({host: -n for host, n in Counter(hosts).items()})
-
-
-def held_removals(tx: Tx) -> list[HeldRemovals]:
-    """Return the removals that wait for an operator, without URLs that have succeeded since."""
-    rows = tx.execute(
-        "SELECT absent.host, count(*), min(absent.since), coalesce(max(k.known), 0)"
-        " FROM absent LEFT JOIN known_host k ON k.host=absent.host"
-        f" WHERE absent.state='held' AND NOT {_RETURNED}"
-        " GROUP BY absent.host ORDER BY absent.host"
-    )
-    return [
-        HeldRemovals(host=host, urls=urls, known=known, since=since)
-        for host, urls, since, known in rows
-    ]
 
 
 def _state(leaving: bool) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from penstock.ledgers.sql.absences import held_removals
 from penstock.ledgers.sql.dead_letters import SqlDeadLetterReports
 from penstock.ports import QueueAudit, QueueReports, Status
 from penstock.ports.reports import (
@@ -87,7 +86,6 @@ class SqlReports(SqlDeadLetterReports):
             running=self._queues.leases_by_worker(SCAN),
             changes_waiting=self._tx.execute("SELECT 1 FROM change WHERE tries<5 LIMIT 1").get
             is not None,
-            held=held_removals(self._tx),
             oldest=self._queues.oldest(SAMPLE),
         )
 
