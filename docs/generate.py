@@ -238,6 +238,7 @@ def outcomes() -> str:
         ErrorClass.TRANSIENT: "a retry may succeed",
         ErrorClass.BLOCKED: "the site refuses this client, or shows a challenge page",
         ErrorClass.PERMANENT: "a retry would fail too",
+        ErrorClass.NOT_FOUND: "the page does not exist, and its URL had no success before",
         ErrorClass.POISON: "the page crashed the extractor while it ran alone",
         ErrorClass.OURS: "a fault or outage of Penstock itself, which costs no retry of the event",
     }

@@ -337,6 +337,8 @@ class Reason(enum.StrEnum):
     UNCHANGED = "unchanged"
     EMPTY = "empty"  # an extractor matches the page, and yields nothing
     UNMATCHED = "unmatched"  # no extractor matches the page
+    MISSING = "missing"  # a known URL answered 404, and not often enough to be gone
+    GONE = "gone"  # a known URL no longer exists, and its records are removed
     # Not started, or started again
     DUPLICATE = "duplicate"
     WINDOW = "window"  # fetched less than its freshness window ago

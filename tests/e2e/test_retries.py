@@ -151,29 +151,6 @@ def test_the_oldest_duplicate_of_a_dead_owner_is_promoted_once(
     project.doctor()
 
 
-def test_a_topic_whose_events_all_end_dead_is_paused_and_can_be_resumed(
-    project: Project, site: Site
-) -> None:
-    site.serve("/p/*", GONE)
-    # Events that were already received are still processed after the pause.
-    project.set(fetch_concurrency="8", fetch_prefetch="16")
-    project.push(*(site.url(f"/p/{n}") for n in range(400)))
-    done = project.run(expect=1)
-    status = project.status()
-    assert status["breaker"] == "open", done.output
-    assert "requests" in status["paused"]
-    assert status["total"]["pending"] > 0, "the topic was not paused"
-    assert status["total"]["dead"] >= 50
-    assert "breaker" in project.good("status")
-    site.serve("/p/*", lambda request: reply(product(request.path[3:])))
-    project.good("topics", "resume", "requests")
-    project.good("dlq", "retry", "--all")
-    project.run()
-    assert project.total()["success"] == 400
-    assert len({row["sku"] for row in project.rows()}) == len(project.rows()) == 400
-    project.doctor()
-
-
 def test_a_fetch_beyond_its_deadline_is_ended_by_the_watchdog_and_retried(
     project: Project, site: Site
 ) -> None:

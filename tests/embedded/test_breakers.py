@@ -54,7 +54,9 @@ async def end_all(rig: Rig, make: Callable[[End], dict[str, Any]]) -> list[End]:
 def dies(*hosts: str, **more: Any) -> Callable[[End], dict[str, Any]]:
     """Let events of these hosts end dead, and all others succeed."""
     how = {"outcome": "dead", "reason": "HTTP 403", "error_class": "blocked"} | more
-    return lambda end: how if end.event.key in hosts else {"extractors": "product@1#x"}
+    return lambda end: (
+        how if end.event.key in hosts else {"extractors": "product@1#x", "extracted": True}
+    )
 
 
 def opened(rig: Rig) -> list[str]:

@@ -178,7 +178,7 @@ async def test_every_outcome_has_its_exit_code_and_error_class(place: Any) -> No
         web.route("/cut", Reply(drop=True))
         fetch = place(web.port)
         for path, kind, status in (
-            ("/gone", "permanent", 404),
+            ("/gone", "not_found", 404),
             ("/denied", "blocked", 403),
             ("/cut", "transient", None),
             ("/busy", "throttled", 503),

@@ -750,7 +750,7 @@ async def test_a_429_blocks_the_host_and_the_next_request_is_not_sent() -> None:
 @pytest.mark.parametrize(
     ("answer", "kind"),
     [
-        (reply("gone", "text/plain", 410), ErrorClass.PERMANENT),
+        (reply("gone", "text/plain", 410), ErrorClass.NOT_FOUND),
         (reply("no", "text/plain", 403), ErrorClass.BLOCKED),
         (reply("oops", "text/plain", 502), ErrorClass.TRANSIENT),
         (reply("", status=200), ErrorClass.BLOCKED),

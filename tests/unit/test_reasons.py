@@ -37,6 +37,8 @@ RECORDED = [
     (Reason.UNCHANGED, "unchanged", "c7fbccbbc493"),
     (Reason.EMPTY, "empty", "9f0b908ab7bb"),
     (Reason.UNMATCHED, "unmatched", "0d0395fbc2c2"),
+    (Reason.MISSING, "missing, shop.test of shop.test visits", "d906910951ad"),
+    (Reason.GONE, "gone", "b398bc4516f4"),
     (Reason.DUPLICATE, "duplicate of shop.test", "1916c6b08250"),
     (Reason.WINDOW, "fetched less than its window ago", "3d63e5b2f324"),
     (Reason.SLOT, "waiting for a slot of shop.test", "b0a1a8323a51"),
@@ -132,6 +134,21 @@ RECORDED = [
         Reason.BREAKER,
         "breaker: shop.test of shop.test events ended dead within 7 s",
         "72ed73c8c513",
+    ),
+    (
+        Reason.BREAKER_HOSTS,
+        "breaker: shop.test of shop.test active hosts are paused after shop.test failures",
+        "7cf57b3a038d",
+    ),
+    (
+        Reason.HOST_PAUSED,
+        "host shop.test is paused until an operator resumes it",
+        "d38fdd31b871",
+    ),
+    (
+        Reason.EXTRACTOR_PAUSED,
+        "extractor shop.test is paused until an operator resumes it",
+        "8f730782b673",
     ),
     (Reason.HOOK, "the hook raised shop.test", "f3df8e976688"),
     (

@@ -35,7 +35,8 @@ class Filters:
         str | None,
         Parameter(
             name="--class",
-            help="only of this class: throttled, transient, blocked, permanent, poison, ours",
+            help="only of this class: throttled, transient, blocked, permanent, not_found, poison, "
+            "ours",
         ),
     ] = None
     stage: Annotated[

@@ -171,6 +171,21 @@ def resume(host: Host, /, *, json: Json = False, common: Common = DEFAULTS) -> N
 
 
 @app.command
+def approve(host: Host, /, *, json: Json = False, common: Common = DEFAULTS) -> None:
+    """Remove the records of gone URLs that wait because too many URLs of the host disappeared.
+
+    Removals of the next hour are approved too. A running worker applies them.
+    """
+    key = _key(host, common)
+    with _open(common, create=False) as (domains, _):
+        waiting = domains.approve(key)
+    if json:
+        print_json({"host": key, "removals": waiting})
+        return
+    say(f"{key}: {plural(waiting, 'removal')} approved, and those of the next hour")
+
+
+@app.command
 def robots(
     host: Host,
     what: Annotated[
@@ -270,8 +285,15 @@ def _row(d: Domain, now: float) -> list[Text | str]:
         str(d.state.last_status or ""),
         count(d.state.throttles) if d.state.throttles else "",
         styled("ignored", "yellow") if ignored else _robots_state(d, now),
-        plain(f"{ignored.reason} ({ignored.who})") if ignored else "",
+        plain("; ".join(_why(d, ignored))),
     ]
+
+
+def _why(d: Domain, ignored: Exempt | None) -> Iterator[str]:
+    if ignored is not None:
+        yield f"{ignored.reason} ({ignored.who})"
+    if d.held is not None:
+        yield f"{plural(d.held.urls, 'removal')} of gone URLs wait for `domains approve`"
 
 
 def _lines(d: Domain, now: float) -> Iterator[tuple[str, Text | str]]:
@@ -295,6 +317,15 @@ def _lines(d: Domain, now: float) -> Iterator[tuple[str, Text | str]]:
             f"answers in {lasting(s.latency)}",
         )
     yield "queued", count(d.queued)
+    if d.held is not None:
+        yield (
+            "removals",
+            styled(
+                f"{plural(d.held.urls, 'gone URL')} of {count(d.held.known)} known ones, waiting "
+                f"since {moment(d.held.since, now)}: penstock domains approve {d.host}",
+                "yellow",
+            ),
+        )
     for r in d.robots:
         what = (
             size(r.size)
@@ -404,6 +435,7 @@ def _document(d: Domain) -> dict[str, Any]:
             for r in d.robots
         ],
         "exceptions": [_exception(e) for e in d.exceptions],
+        "removals_held": d.held.urls if d.held else 0,
     }
 
 

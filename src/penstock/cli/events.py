@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
@@ -50,6 +50,10 @@ def ls(
     status: Annotated[str | None, Parameter(help="only " + ", ".join(STATUSES))] = None,
     host: Annotated[str | None, Parameter(help="only of this host")] = None,
     source: Annotated[str | None, Parameter(help="only from this source, e.g. push")] = None,
+    result: Annotated[
+        Literal["gone", "missing"] | None,
+        Parameter(help="only successes without a page: gone (removed), missing (404 so far)"),
+    ] = None,
     url: Annotated[str | None, Parameter(help="only for this URL")] = None,
     limit: Annotated[int, Parameter(name=["--limit", "-n"], help="at most this many (50)")] = 50,
     everything: Annotated[
@@ -69,6 +73,7 @@ def ls(
                 status=status,
                 host=host,
                 source=source,
+                result=result,
                 url_key=key,
                 limit=max(1, limit),
                 everything=everything,
@@ -83,7 +88,7 @@ def ls(
         now = time.time()
         show(table(*COLUMNS, rows=[_cells(row, now) for row in listing.events]))
     else:
-        say("no such events" if status or host or source or url else "no events yet")
+        say("no such events" if status or host or source or result or url else "no events yet")
     if not listing.complete:
         say(styled(f"searched the newest {SCAN:,} events (--all searches every one)", "dim"))
 

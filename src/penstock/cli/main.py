@@ -90,6 +90,12 @@ COMMANDS: tuple[tuple[str, str, str, str], ...] = (
     ("dlq", "penstock.cli.dlq:app", "Repair", "dead letters: list, show, retry, drop, export"),
     ("topics", "penstock.cli.topics:app", "Repair", "list, pause and resume topics"),
     (
+        "extractors",
+        "penstock.cli.extractors:app",
+        "Repair",
+        "list, pause and resume extractors",
+    ),
+    (
         "doctor",
         "penstock.cli.doctor:doctor",
         "Repair",

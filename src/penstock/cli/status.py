@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from penstock.ports import SourceState
     from penstock.ports.reports import Standing
+    from penstock.rules.waiting import Waiting
     from penstock.runtime.stores import Stores
 
 STATES = ("pending", "in_flight", "delayed", "success", "duplicate", "dead")
@@ -39,6 +40,8 @@ COUNTERS = (
     "records_unchanged",
     "changes",
     "unchanged",
+    "gone",
+    "missing",
     "empty",
     "unmatched",
     "followed",
@@ -89,11 +92,13 @@ Look = tuple[
     dict[str, tuple[int, int]],
     dict[str, str],
     "list[SourceState]",
+    "list[Waiting]",
 ]
 
 
 def look(stores: Stores) -> tuple[Look, float]:
     from penstock.locks import holder_alive, note_of, worker_alive
+    from penstock.operate.waiting import waits_in
     from penstock.runtime.sources_and_sinks import sink_lock
 
     found = ask(stores, lambda tx: tx.status_reports.standing())
@@ -117,28 +122,37 @@ def look(stores: Stores) -> tuple[Look, float]:
     down = {
         name: note for name, lock in locks.items() if holder_alive(lock) and (note := note_of(lock))
     }
-    return (found, workers, alerts, down, sources), time.time()
+    waits = ask(stores, waits_in)
+    return (found, workers, alerts, down, sources, waits), time.time()
 
 
 def document(looked: Look, now: float) -> dict[str, Any]:
     from penstock.model import Reason
     from penstock.rules.reasons import code_of
 
-    found, workers, alerts, down, sources = looked
+    found, workers, alerts, down, sources, waits = looked
     total = {
         name: sum(row[name] for row in found.topics.values()) for name in ("accepted", *STATES)
     }
-    breaker = {
-        topic: reason for topic, reason in found.paused.items() if code_of(reason) is Reason.BREAKER
-    }
+    causes = {code_of(w.reason) for w in waits}
     return {
         "topics": found.topics,
         "total": total,
-        "breaker": "open" if breaker else "closed",
+        "breaker": "open" if causes & {Reason.BREAKER, Reason.BREAKER_HOSTS} else "closed",
         "paused": found.paused,
         "alerts": [
             {"topic": topic, "ended": ended, "dead": dead}
             for topic, (ended, dead) in alerts.items()
+        ],
+        "waits": [
+            {
+                "for": w.cause,
+                "events": w.events,
+                "reason": w.reason,
+                "since": iso(w.since),
+                "next": w.next_step,
+            }
+            for w in waits
         ],
         "counters": {**dict.fromkeys(COUNTERS, 0), **found.counters},
         "delays": [
@@ -189,15 +203,20 @@ def picture(looked: Look, now: float) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    found, workers, alerts, down, sources = looked
+    found, workers, alerts, down, sources, waits = looked
     warnings = [
         *(
             (" alert ", topic, f"{count(dead)} of the last {count(ended)} events ended dead", "")
             for topic, (ended, dead) in alerts.items()
         ),
         *(
-            (" paused ", topic, reason, f"penstock topics resume {plain(topic)}")
-            for topic, reason in found.paused.items()
+            (
+                " paused " if w.reason else " waiting ",
+                w.what,
+                w.reason + (f" ({plural(w.events, 'event')} waiting)" if w.events else ""),
+                plain(w.next_step),
+            )
+            for w in waits
         ),
         *((" sink down ", n, f"{why} (rows wait in the outbox)", "") for n, why in down.items()),
         *(
@@ -209,7 +228,7 @@ def picture(looked: Look, now: float) -> RenderableType:
     parts: list[RenderableType] = []
     for label, name, text, command in warnings:
         style = "bold white on red" if label in (" paused ", " sink down ") else "black on yellow"
-        line = Text.assemble((label, style), " ", (plain(name), "bold"), f": {plain(text)}")
+        line = Text.assemble((label, style), " ", (plain(name), "bold"), f": {plain(text.strip())}")
         parts += [line.append(f"  {command}" if command else "", "cyan"), ""]
     parts += [_figures(found), "", _workers(found, workers, now)]
     for part in (_yield(found), _delays(found, now), _causes(found, now), _sinks(found)):
@@ -265,6 +284,8 @@ def _yield(found: Standing) -> RenderableType | None:
     for name, label in (
         ("changes", "changes"),
         ("unchanged", "pages unchanged"),
+        ("gone", "pages gone"),
+        ("missing", "pages missing"),
         ("records_unchanged", "records unchanged"),
         ("followed", "links followed"),
     ):

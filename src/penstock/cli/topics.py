@@ -186,7 +186,7 @@ def pause(
 
 @app.command
 def resume(topic: Name = "requests", /, *, common: Common = DEFAULTS) -> None:
-    """Resume a paused topic. An open breaker is closed, and starts to count from zero."""
+    """Resume a paused topic. Hosts and extractors that the breaker paused stay paused."""
     _pause(common, topic, None)
 
 

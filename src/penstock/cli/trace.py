@@ -178,6 +178,7 @@ def row_document(row: EventRow) -> dict[str, Any]:
         "event_offset": row.position,
         "source": row.source,
         "status": row.status,
+        "result": row.result,
         "reason": row.reason or "",
         "retry_count": row.attempts,
         "starts": row.starts,
@@ -280,6 +281,7 @@ def _headline(f: Found, *, asked: bool) -> Text:
     took = f" in {lasting(f.row.finished_at - f.row.accepted_at)}" if f.row.finished_at else ""
     return Text.assemble(
         status_text(f.row.status),
+        (f" ({plain(f.row.result)})", "yellow") if f.row.result else "",
         took,
         "  ",
         (plain(f.row.url), "bold" if asked else ""),

@@ -287,6 +287,18 @@ class BreakerConfig(_Section, frozen=True, kw_only=True):
     alert: Annotated[float, Opt(units.SHARE, "share of dead events that causes a warning")] = 0.02
 
 
+class GoneConfig(_Section, frozen=True, kw_only=True):
+    after: Annotated[
+        int, Opt(units.counts(1, 1000), "visits with status 404 after which a known URL is gone")
+    ] = 2
+    limit: Annotated[
+        float, Opt(units.SHARE, "share of a host's URLs that may be gone without an approval")
+    ] = 0.3
+    settle: Annotated[
+        float, Opt(units.durations(0, 3600), "time without another 404 of the host before removals")
+    ] = 60.0
+
+
 class HistoryConfig(_Section, frozen=True, kw_only=True):
     keep: Annotated[
         float | None, Opt(units.KEEP, "how long ended events and their transitions are kept")
@@ -413,6 +425,7 @@ class Config(_Section, frozen=True, kw_only=True):
     intake: IntakeConfig = IntakeConfig()
     serve: ServeConfig = ServeConfig()
     breaker: BreakerConfig = BreakerConfig()
+    gone: GoneConfig = GoneConfig()
     history: HistoryConfig = HistoryConfig()
     output: OutputConfig = OutputConfig()
     connect: ConnectConfig = ConnectConfig()

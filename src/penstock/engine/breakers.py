@@ -19,7 +19,6 @@ from penstock.rules.reasons import sentence
 from penstock.rules.waiting import EXTRACTOR, HOST, TOPIC
 
 log = logging.getLogger("penstock.breaker")
-_UNCHANGED = sentence(Reason.UNCHANGED)
 
 
 class Tripped(msgspec.Struct, frozen=True):
@@ -84,13 +83,13 @@ class Breakers:
         """Count ends. Return the hosts and extractors that exceed the limits now."""
         counts: Counter[tuple[str, str]] = Counter()
         groups = Counter(
-            (end.event.topic, end.event.key, labels_of(end.extractors), end.reason == _UNCHANGED)
+            (end.event.topic, end.event.key, labels_of(end.extractors), end.extracted)
             for end in successes
         )
-        for (topic, host, labels, unchanged), n in groups.items():
+        for (topic, host, labels, extracted), n in groups.items():
             counts[TOPIC + topic, ""] += n
             counts[HOST + host, ""] += n
-            if not unchanged:  # then no extractor ran
+            if extracted:
                 for name in _names(labels):
                     counts[EXTRACTOR + name, ""] += n
         suspects: dict[str, Tripped] = {}

@@ -245,6 +245,8 @@ class Handlers:
             headers=r.headers,
             fetched_at=self._clock.now(),
             size=len(r.body),
+            # A URL that was gone has a baseline without extractors.
+            first=b is None or not b.extractors,
         )
         self._window.body_bytes += len(r.body)
         if (
@@ -414,6 +416,7 @@ class Handlers:
                 item,
                 "success",
                 reason=reason,
+                extracted=True,
                 records=x.records,
                 links=x.links,
                 extractors=item.depends_on,

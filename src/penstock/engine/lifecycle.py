@@ -14,6 +14,7 @@ import msgspec
 
 from penstock.engine.breakers import Breakers, Tripped
 from penstock.engine.claim_session import Claims, ClaimSession
+from penstock.engine.gone import Visits
 from penstock.engine.messages import Message
 from penstock.engine.publishing import message_for, publish, reopen_duplicate
 from penstock.engine.settings import LifecycleSettings
@@ -43,6 +44,7 @@ from penstock.ports import (
     NewEvent,
     PageStore,
     Published,
+    RecordsOfEvent,
     StagedPages,
     Topics,
     Transaction,
@@ -188,14 +190,15 @@ class Lifecycle:
         """Write all consequences of these ends in one transaction.
 
         Durable when it returns, at the level of the option `durability`. The result is False if the
-        fence of an end was outdated. Such an end changes nothing.
+        fence of an end was outdated. Such an end changes nothing. The outcome `absent` becomes
+        `success` or `dead`, also in `ends`.
         """
         session = await self._claims.open(lambda: self._keys_of_links(ends))
         while True:
             staged = self.pages.stage(bodies)
             try:
                 await self.pages.send(staged)
-                answers, tripped = await self._uow.write(
+                answers, tripped, written = await self._uow.write(
                     partial(self._conclude, session=session, ends=ends, staged=staged)
                 )
                 break
@@ -204,6 +207,10 @@ class Lifecycle:
             except BaseException:
                 self.pages.forget(staged)
                 raise
+        if written is not ends:
+            for end, final in zip(ends, written, strict=True):
+                if end.outcome == "absent":
+                    end.outcome, end.reason, end.result = final.outcome, final.reason, final.result
         self._topics.wake(
             {o.topic for end in ends for o in end.publish}
             | {end.event.topic for end in ends if end.links or end.outcome in ("dead", "release")}
@@ -222,12 +229,14 @@ class Lifecycle:
 
     def _conclude(
         self, tx: Transaction, session: ClaimSession, ends: Sequence[End], staged: StagedPages
-    ) -> tuple[list[bool], list[Tripped]]:
-        """Return whether each fence was current, and what exceeded the limits of the breaker."""
+    ) -> tuple[list[bool], list[Tripped], Sequence[End]]:
+        """Return if each fence was current, what exceeded the breaker's limits, and the ends."""
         now = self._clock.now()
         ends = self.breakers.causes(tx, ends)
         if tx.pages.index(staged):
             raise _PagesGone
+        visits = Visits(tx, ends, self.settings.gone, self._url_key)
+        ends = visits.ends
         tx.events.prefetch_fences([end for end in ends if end.outcome != "success"])
         successes = tx.events.succeed(
             sorted([end for end in ends if end.outcome == "success"], key=_by_row), now
@@ -239,7 +248,9 @@ class Lifecycle:
         }
         settles: list[tuple[Delivery, Outcome]] = []
         dead: list[End] = []
-        self._write_records(tx, [end for end in successes if end.records], delta)
+        with_records = [(end, self._url_key(end.event.url)) for end in successes if end.records]
+        self.write_records(tx, with_records, delta)
+        visits.record(successes, now)
         for end in ends:
             count = delta[end.event.topic]
             if end.outcome == "success":
@@ -251,8 +262,8 @@ class Lifecycle:
                     if reads_data(end.extractors):
                         self._reopen_newer_data(tx, end, now)
                     count["success"] += 1
-                    if end.reason:
-                        count[end.reason] += 1
+                    if name := end.result or end.reason:
+                        count[name] += 1
             else:
                 changed, outcome = self._end(tx, end, now, count)
             answers.append(changed)
@@ -272,7 +283,7 @@ class Lifecycle:
             tx.counters.add(topic, count)
         tripped = self.breakers.count(tx, successes, dead, now) if successes or dead else []
         tx.queue.settle(settles)
-        return answers, tripped
+        return answers, tripped, ends
 
     def _end(
         self, tx: Transaction, end: End, now: float, count: Counter[str]
@@ -301,17 +312,18 @@ class Lifecycle:
                 count["pending"] += changed
                 return changed, Release() if end.outcome == "release" else Ack()
 
-    def _write_records(
-        self, tx: Transaction, ends: Sequence[End], delta: Mapping[str, Counter[str]]
+    def write_records(
+        self,
+        tx: Transaction,
+        written: Sequence[tuple[RecordsOfEvent, bytes]],
+        delta: Mapping[str, Counter[str]],
     ) -> None:
-        """Compare records with earlier ones, and append the records to send to the outboxes."""
+        """Compare records with earlier ones, and append the records to send to the outboxes.
+
+        `written` has the URL key of each event.
+        """
         s = self.settings
-        lines = tx.outbox.diff(
-            [(end, self._url_key(end.event.url)) for end in ends],
-            delta,
-            emit_unchanged=s.emit_unchanged,
-            hooks=s.hooks,
-        )
+        lines = tx.outbox.diff(written, delta, emit_unchanged=s.emit_unchanged, hooks=s.hooks)
         for sink in s.sinks:
             chosen = [x for x in lines if not sink.only or x.extractor in sink.only]
             if chosen:

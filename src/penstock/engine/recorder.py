@@ -60,7 +60,9 @@ class Recorder:
     def end(
         self,
         item: InflightEvent,
-        outcome: Literal["success", "retry", "park", "release", "dead", "handover", "writing"],
+        outcome: Literal[
+            "success", "retry", "park", "release", "dead", "handover", "writing", "absent"
+        ],
         **more: object,
     ) -> None:
         """Add the event's end to the next batch. `more` has further fields of End.
@@ -137,9 +139,15 @@ class Recorder:
             max_age=max_age,
         )
         reason = _clean(f.reason)
+        # If the URL had a success before, this answer is one too. The transaction decides.
+        absent = (
+            f.kind is ErrorClass.NOT_FOUND
+            and stage == "fetch"
+            and item.event.ask.method in ("GET", "HEAD")
+        )
         self.end(
             item,
-            "dead" if decision.dead else "retry",
+            "absent" if absent else "dead" if decision.dead else "retry",
             reason=reason,
             detail=_clean(f.detail),
             until=now + decision.delay,
@@ -150,13 +158,15 @@ class Recorder:
             failed_extractors=extractors,
             fingerprint=fingerprint(stage, f.kind, reason),
         )
-        self._signals.failed(
-            item.event, stage, f.kind, reason, dead=decision.dead, delay=decision.delay
-        )
+        if not absent:
+            self._signals.failed(
+                item.event, stage, f.kind, reason, dead=decision.dead, delay=decision.delay
+            )
 
     async def _record(self, batch: Sequence[tuple[InflightEvent, End]]) -> None:
         """Write a batch of ends. If the ledger rejects an end alone, mark its event as dead."""
         ends = [end for _, end in batch]
+        absent = [end for end in ends if end.outcome == "absent"]
         bodies = [
             (item.meta.page, item.body)
             for item, _ in batch
@@ -182,6 +192,10 @@ class Recorder:
             return
         now = self._clock.now()
         self._window.drop(item for item, _ in batch)
+        for end in absent:
+            if end.outcome == "dead":
+                kind, reason = end.error_class, end.reason
+                self._signals.failed(end.event, end.stage, kind, reason, dead=True, delay=0.0)
         for end, ok in zip(ends, applied, strict=True):
             self._signals.ended(end, now, applied=ok)
         self._on_recorded(ends)

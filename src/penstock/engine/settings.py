@@ -7,7 +7,8 @@ from typing import Literal
 import msgspec
 
 from penstock.model import Event
-from penstock.rules import breaker
+from penstock.ports import ExtractorKeys
+from penstock.rules import breaker, gone
 
 Stage = Literal["fetch", "extract", "sink"]
 ENTRY: dict[Stage, str] = {"fetch": "requests", "extract": "pages", "sink": "records"}
@@ -38,6 +39,8 @@ class LifecycleSettings(msgspec.Struct, frozen=True, kw_only=True):
     sinks: tuple[SinkBinding, ...] = ()
     host_by: HostKind = "host"
     breaker: breaker.Limits = breaker.Limits()
+    gone: gone.Limits = gone.Limits()
+    keys: ExtractorKeys = {}
 
     def drops(self, event: Event) -> bool:
         """Return True if the event is a duplicate, not delayed, inside the window of its URL."""

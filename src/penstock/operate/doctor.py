@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 from penstock import locks
 from penstock.errors import PenstockError
 from penstock.operate.figures import joined, lasting, plural, short, size
+from penstock.operate.waiting import waits_in
 from penstock.ports.reports import SCAN
+from penstock.rules.waiting import EXTRACTOR, HOST, TOPIC
 
 if TYPE_CHECKING:
     from penstock.authoring.pipeline import Pipeline
@@ -242,8 +244,16 @@ def store(uow: UnitOfWork, db: StoreFile, clock: Clock, workers: Path) -> Iterat
         )
     else:
         yield Finding("clock", "ok", "not behind the newest event in the ledger")
-    for topic, reason in uow.snapshot(lambda tx: tx.queue.paused()).items():
-        yield Finding("paused", "warn", f"{topic}: {reason}", f"penstock topics resume {topic}")
+    yield from _waits(uow)
+
+
+def _waits(uow: UnitOfWork) -> Iterator[Finding]:
+    """Report open breakers, and other causes that only an operator ends."""
+    for w in uow.snapshot(waits_in):
+        kind = "paused" if w.cause.startswith((TOPIC, HOST, EXTRACTOR)) else "waiting"
+        waiting = f", {plural(w.events, 'event')} waiting" if w.events else ""
+        why = f": {w.reason}" if w.reason else ""
+        yield Finding(kind, "warn", f"{w.what}{waiting}{why}", w.next_step)
 
 
 def _accounting(a: Audit) -> Finding:

@@ -13,8 +13,8 @@ import msgspec
 
 from penstock.model import Reason
 from penstock.operate.waiting import Parked, make_due
-from penstock.ports import Clock, Exempt, HostTable, Transaction, UnitOfWork
-from penstock.rules import pace
+from penstock.ports import Clock, Exempt, HeldRemovals, HostTable, Transaction, UnitOfWork
+from penstock.rules import gone, pace
 from penstock.rules.identity import host_key
 from penstock.rules.reasons import sentence
 from penstock.rules.robots import from_answer
@@ -45,6 +45,7 @@ class Domain(msgspec.Struct, frozen=True, kw_only=True):
     queued: int  # messages that are ready to be delivered
     robots: tuple[RobotsFile, ...] = ()
     exceptions: tuple[Exempt, ...] = ()
+    held: HeldRemovals | None = None  # removals that wait for an operator
 
     @property
     def interval(self) -> float:
@@ -60,7 +61,8 @@ class Domain(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def known(self) -> bool:
-        return bool(self.queued or self.robots or self.exceptions or self.state != pace.HostState())
+        stored = self.queued or self.robots or self.exceptions or self.held
+        return bool(stored or self.state != pace.HostState())
 
 
 def host_of(text: str, by: Literal["host", "domain"] = "host") -> str:
@@ -114,11 +116,16 @@ class Domains:
         noted: dict[str, list[Exempt]] = {}
         for e in tx.hosts.exceptions(limit=limit):
             noted.setdefault(e.host, []).append(e)
+        held = {h.host: h for h in tx.absences.held()}
         states = tx.hosts.list(limit)
         depths = tx.queue_reports.depths(TOPIC, GROUP, limit=limit)
         chosen = sorted(
-            {*noted, *states, *depths} - {"*"},
-            key=lambda h: (not self._special(states.get(h), h in noted), -depths.get(h, 0), h),
+            {*noted, *states, *depths, *held} - {"*"},
+            key=lambda h: (
+                not self._special(states.get(h), h in noted or h in held),
+                -depths.get(h, 0),
+                h,
+            ),
         )[:limit]
         depths |= tx.queue_reports.depths(TOPIC, GROUP, [h for h in chosen if h not in depths])
         return [
@@ -129,6 +136,7 @@ class Domains:
                 queued=depths[h],
                 robots=self._robots_in(tx, h),
                 exceptions=tuple(noted.get(h, ())),
+                held=held.get(h),
             )
             for h in chosen
         ]
@@ -146,6 +154,7 @@ class Domains:
             queued=tx.queue_reports.depths(TOPIC, GROUP, [host])[host],
             robots=self._robots_in(tx, host),
             exceptions=tuple(tx.hosts.exceptions([host], ended=True)),
+            held=next((h for h in tx.absences.held() if h.host == host), None),
         )
 
     def _special(self, state: pace.HostState | None, noted: bool) -> bool:
@@ -207,6 +216,14 @@ class Domains:
             tx.hosts.change(host, lambda state: msgspec.structs.replace(state, paused_until=until))
 
         self._uow.write_now(work)
+
+    def approve(self, host: str) -> int:
+        """Allow the removals of gone URLs that wait, and those of the next hour.
+
+        Return how many waited. A worker applies them.
+        """
+        until = self._clock.now() + gone.HOUR
+        return self._uow.write_now(lambda tx: tx.absences.approve(host, until))
 
     def ignore_robots(self, host: str, reason: str, who: str) -> None:
         self._uow.write_now(lambda tx: ignore_robots(tx.hosts, host, reason, who))

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TypeAlias
 
+from penstock.operate.figures import plural
 from penstock.ports import Clock, Transaction, UnitOfWork
-from penstock.rules.waiting import EXTRACTOR, TOPIC, Waiting, waiting
+from penstock.rules.waiting import APPROVAL, EXTRACTOR, TOPIC, Waiting, waiting
 
+OPEN = ("pending", "delayed", "in_flight", "writing")
 GROUP = "main"
 TOPICS = ("requests", "pages")  # topics on which the message of a delayed event may be
 BATCH = 1000  # delayed events that become due in one transaction
@@ -20,32 +22,61 @@ Parked: TypeAlias = tuple[int, str, int]
 def waits_in(tx: Transaction) -> list[Waiting]:
     """Return what is paused or missing, with the number of events that wait for it.
 
-    Topics come first, then what the breaker paused, then causes of delayed events.
+    Topics come first, then what the breaker paused, then causes of delayed events, then
+    removals.
     """
     waits = tx.maintenance.waits()
-    found = [waiting(TOPIC + name, reason=why) for name, why in sorted(tx.queue.paused().items())]
-    found += [
-        waiting(b.what, waits.pop(b.what, 0), reason=b.reason, since=b.at)
-        for b in tx.breakers.opened()
+    opened = tx.breakers.opened()
+    found = [waiting(b.what, waits.pop(b.what, 0), reason=b.reason, since=b.at) for b in opened] + [
+        waiting(cause, n) for cause, n in sorted(waits.items())
     ]
-    found += [waiting(cause, n) for cause, n in sorted(waits.items())]
-    return found
+    topics = sorted(tx.queue.paused().items())
+    # All other open events wait for the first topic. Events of later stages are few.
+    others = [tx.counters.total(*OPEN) - sum(w.events for w in found)] if topics else []
+    others += [0] * (len(topics) - 1)
+    return [
+        waiting(TOPIC + name, max(0, n), reason=reason)
+        for (name, reason), n in zip(topics, others, strict=True)
+    ] + [*found, *approvals_in(tx)]
+
+
+def approvals_in(tx: Transaction) -> list[Waiting]:
+    """Return the hosts of which too many pages disappeared, so that no record is removed."""
+    return [
+        waiting(
+            APPROVAL + h.host,
+            reason=f"{h.urls} of {h.known} known URLs disappeared, so no record is removed",
+            since=h.since,
+        )
+        for h in tx.absences.held()
+    ]
 
 
 def stuck_in(tx: Transaction) -> list[Waiting]:
     """Return the causes if every open event waits for one that time alone does not end.
 
-    The list is empty if an event can still proceed without an operator. If a topic is paused, only
-    events in flight can proceed.
+    The list is empty if an event can still proceed without an operator. If a topic is paused, an
+    event can proceed only if a worker holds its delivery.
     """
-    paused = tx.queue.paused()
-    if paused:
-        moving = ["in_flight"] if "records" in paused else ["in_flight", "writing"]
-        return [] if tx.counters.total(*moving) else waits_in(tx)
-    open_ = tx.counters.total("pending", "delayed", "in_flight", "writing")
-    if not open_ or open_ != tx.counters.total("delayed"):
+    open_ = tx.counters.total(*OPEN)
+    if not open_:
+        return []
+    if tx.queue.paused():
+        return waits_in(tx)
+    if open_ != tx.counters.total("delayed"):
         return []
     return waits_in(tx) if sum(tx.maintenance.waits().values()) == open_ else []
+
+
+def lines_about(found: Sequence[Waiting]) -> list[str]:
+    """Return one line for each cause: its events, the reason and the next step."""
+    return [
+        f"{w.what}"
+        + (f", {plural(w.events, 'event')} waiting" if w.events else "")
+        + (f". {w.reason}" if w.reason else "")
+        + f". Next: {w.next_step}"
+        for w in found
+    ]
 
 
 def make_due(uow: UnitOfWork, parked: Sequence[Parked], clock: Clock) -> None:

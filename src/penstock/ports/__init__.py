@@ -1,5 +1,6 @@
 """Interfaces between the engine and its adapters. Each docstring is the contract."""
 
+from penstock.ports.absences import AbsenceTable, AbsentVisit, ExtractorKeys, HeldRemovals, Leaving
 from penstock.ports.breakers import Breakers, OpenBreaker
 from penstock.ports.broker import (
     Broker,
@@ -41,7 +42,7 @@ from penstock.ports.ledger import (
     StoredEvent,
 )
 from penstock.ports.locks import Lock, LockTable
-from penstock.ports.outbox import Line, OutboxTable
+from penstock.ports.outbox import Line, OutboxTable, RecordsOfEvent
 from penstock.ports.pages import PageIndex, PageStore, StagedPages
 from penstock.ports.queue import Members, Outgoing, Queue, QueueReports
 from penstock.ports.sink import FileSink, Reopen, Row, Sink, TableSink
@@ -60,6 +61,8 @@ from penstock.ports.store import Durability, StoreFacts, Transaction, UnitOfWork
 from penstock.ports.topics import Topics
 
 __all__ = [
+    "AbsenceTable",
+    "AbsentVisit",
     "Accepted",
     "Admitted",
     "Baseline",
@@ -88,14 +91,17 @@ __all__ = [
     "ExternalClaims",
     "Extracted",
     "Extraction",
+    "ExtractorKeys",
     "FetchedPage",
     "Fetcher",
     "FileSink",
     "Finding",
+    "HeldRemovals",
     "Holder",
     "Hop",
     "HostTable",
     "LeaseTracking",
+    "Leaving",
     "Line",
     "Lock",
     "LockTable",
@@ -116,6 +122,7 @@ __all__ = [
     "Queue",
     "QueueAudit",
     "QueueReports",
+    "RecordsOfEvent",
     "Reopen",
     "Response",
     "RobotsCache",

@@ -77,6 +77,7 @@ class PageMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     fetched_at: float
     size: int  # bytes of the body
     encoding: str = ""  # content-encoding that the stored body still has
+    first: bool = False  # the URL had no success before, or was gone
 
 
 class End(msgspec.Struct, kw_only=True):
@@ -86,8 +87,10 @@ class End(msgspec.Struct, kw_only=True):
     delivery: Delivery
     row: int
     fence: int  # fence from `begin`. An end with an older fence changes nothing (I12).
-    outcome: Literal["success", "retry", "park", "release", "dead", "handover", "writing"]
+    # `absent` is a 404 or 410. Its transaction decides whether it is a success or dead.
+    outcome: Literal["success", "retry", "park", "release", "dead", "handover", "writing", "absent"]
     reason: str = ""
+    result: str = ""  # of a success without a page: "missing" or "gone"
     error_class: str = ""
     stage: str = ""
     detail: str = ""  # traceback or other details, for the dead letter
@@ -99,6 +102,7 @@ class End(msgspec.Struct, kw_only=True):
     records: Sequence[Record] = ()
     links: Sequence[Link] = ()
     extractors: str = ""  # what the extraction depended on, as in rules.dependencies
+    extracted: bool = False  # a success for which extractors ran, so the page was not unchanged
     failed_extractors: Sequence[str] = ()  # names, if the extraction failed
     response_status: int | None = None
     response_hash: str | None = None

@@ -8,7 +8,8 @@ from typing import Protocol
 
 import msgspec
 
-from penstock.ports.events import End
+from penstock.model import Event, Record
+from penstock.ports.events import PageMeta
 from penstock.ports.sink import Row
 
 
@@ -21,12 +22,28 @@ class Line(msgspec.Struct, frozen=True):
     order: int  # row number of the event. A keyed sink never replaces a row by an older one.
 
 
+class RecordsOfEvent(Protocol):
+    """Records that an event has written, or removed."""
+
+    @property
+    def event(self) -> Event: ...
+
+    @property
+    def row(self) -> int: ...  # row number of the event
+
+    @property
+    def records(self) -> Sequence[Record]: ...
+
+    @property
+    def meta(self) -> PageMeta | None: ...
+
+
 class OutboxTable(Protocol):
     """The sink outbox of the ledger, inside one transaction."""
 
     def diff(
         self,
-        ends: Sequence[tuple[End, bytes]],
+        ends: Sequence[tuple[RecordsOfEvent, bytes]],
         counts: Mapping[str, Counter[str]],
         *,
         emit_unchanged: bool,

@@ -139,6 +139,7 @@ class EventRow(msgspec.Struct, frozen=True, kw_only=True):
     reason: str | None
     worker: str | None
     extractors: str | None
+    result: str | None  # of a success without a page: "missing" or "gone"
     page: str | None
     duplicate_of: str | None
     promoted: int
@@ -197,6 +198,7 @@ class EventReports(Protocol):
         status: str | None = None,
         host: str | None = None,
         source: str | None = None,
+        result: str | None = None,
         url_key: bytes | None = None,
         limit: int = 50,
         everything: bool = False,

@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from penstock.ports.absences import AbsenceTable
 from penstock.ports.breakers import Breakers
 from penstock.ports.claims import ClaimTable
 from penstock.ports.hosts import HostTable
@@ -41,6 +42,7 @@ class Transaction:
     counters: Counters
     breakers: Breakers
     dead_letters: DeadLetters
+    absences: AbsenceTable
     sources: Sources
     outbox: OutboxTable
     queue: Queue

@@ -24,6 +24,8 @@ _T, _X, _B, _P, _O = (
 
 # Exceptions to the general rule: 2xx and 304 are good, other 4xx permanent, other 5xx transient.
 STATUS: dict[int, ErrorClass] = {
+    404: ErrorClass.NOT_FOUND,
+    410: ErrorClass.NOT_FOUND,
     401: _B,
     403: _B,
     407: _B,

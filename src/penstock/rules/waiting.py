@@ -7,6 +7,7 @@ import msgspec
 HOST = "host:"
 EXTRACTOR = "extractor:"
 TOPIC = "topic:"
+APPROVAL = "approval:"
 
 # Kind of cause → what is the matter, and the next step. {} is the name after the colon.
 _STEPS: dict[str, tuple[str, str]] = {

@@ -12,6 +12,7 @@ from penstock.claims.sql_proxies import SqlProxies
 from penstock.engine.admission import Admission
 from penstock.engine.breakers import Breakers
 from penstock.engine.claim_session import Claims, PrefetchedClaims, SharedClaims
+from penstock.engine.gone import Removals
 from penstock.engine.lifecycle import Lifecycle
 from penstock.engine.maintenance import Maintenance
 from penstock.engine.relay import (
@@ -22,6 +23,7 @@ from penstock.engine.relay import (
 )
 from penstock.engine.settings import LifecycleSettings
 from penstock.ledgers.sql import outgoing
+from penstock.ledgers.sql.absences import SqlAbsences
 from penstock.ledgers.sql.breakers import SqlBreakers
 from penstock.ledgers.sql.counters import SqlCounters
 from penstock.ledgers.sql.dead_letters import SqlDeadLetters
@@ -166,6 +168,7 @@ class Assembly:
             counters=SqlCounters(sql, ledger),
             breakers=SqlBreakers(sql),
             dead_letters=SqlDeadLetters(sql),
+            absences=SqlAbsences(sql, ledger),
             sources=SqlSources(sql),
             outbox=SqlOutbox(sql, self.table_sinks),
             queue=queue,
@@ -194,6 +197,7 @@ class Assembly:
             url_key=self.ledger.url_key,
             clock=self.clock,
         )
+        self.removals = Removals(self.uow, self.lifecycle.write_records, settings, clock=self.clock)
         # A transaction whose messages an external broker receives must survive a power cut here.
         durability = Durability.RELAXED if self.relay is None else Durability.CONFIGURED
         self.admission = Admission(

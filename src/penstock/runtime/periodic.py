@@ -51,6 +51,7 @@ class PeriodicWork:
                         await self._stores.relay_chores.heartbeat()
                     await self._stores.maintenance.release_due()
                     await self._stores.breakers.refresh()
+                    await self.remove()
                     self.backlog = max([await f.backlog() for f in self._flushers], default=0)
                 if beats % int(RETENTION_INTERVAL * 10) == 0:
                     await self._stores.proxies.prune()
@@ -82,6 +83,17 @@ class PeriodicWork:
             )
         self.store_changed.set()
         return True
+
+    async def remove(self, *, idle: bool = False) -> bool:
+        """Remove records of URLs that are gone. Return True if there were any.
+
+        `idle` is True if no event is open.
+        """
+        removed = await self._stores.removals.settle(idle=idle)
+        if removed:
+            for flusher in self._flushers:
+                flusher.wake()
+        return removed
 
     async def relay(self, chores: RelayChores) -> None:
         """Publish due messages on the external broker, and messages that the broker has lost.

@@ -40,9 +40,11 @@ from penstock.locks import WorkerLock
 from penstock.model import mint
 from penstock.net.http import CurlFetcher
 from penstock.operate.hosts import apply_configured_exceptions
+from penstock.operate.waiting import approvals_in, lines_about, stuck_in
 from penstock.ports import Clock, Durability, Extraction, TableSink, Transaction
 from penstock.rules import retry
 from penstock.rules.masking import mask
+from penstock.rules.waiting import Waiting
 from penstock.runtime.fetching import (
     SOURCE_BODY,
     exceptions,
@@ -108,6 +110,7 @@ class WorkerProcess:
         self.flushers: list[Flusher] = []
         self.proxies: Proxies | None = None  # None if this process does not fetch
         self._wake_set = False
+        self.stuck: Sequence[Waiting] = ()  # what the last events wait for, under --until-idle
 
     # -- run and shutdown --------------------------------------------------------------------------
 
@@ -137,7 +140,7 @@ class WorkerProcess:
             extraction, suspects = await self._open_extraction(closing)
             fetcher = await self._open_fetcher(closing)
             self.stores.with_settings(
-                settings(self.config, sinks=self._bind_sinks(), hooks=bool(self.pipeline.hooks))
+                settings(self.config, self.pipeline, sinks=self._bind_sinks())
             )
             dead_before = await self._dead()
             if "source" in self.roles and not all(source.served for source, _ in self.sources):
@@ -153,6 +156,7 @@ class WorkerProcess:
                 hooks = HookRunner(
                     self.stores.uow, extraction, self.stores.db.lock(lock_file), self.clock
                 )
+            await self.stores.breakers.refresh()
             background = self._start_background(hooks)
             closing.push_async_callback(cancel_all, background, timeout=self._longest_end)
             self._open_workers(fetcher, extraction, suspects, hooks)
@@ -173,9 +177,12 @@ class WorkerProcess:
                         f.sink.name,
                         f.down or "rows are still waiting",
                     )
+            for line in lines_about(self.stuck):
+                log.error("the rest waits: %s", line)
             failed = (
                 await self._dead() > dead_before
-                or await self._breaker()
+                or bool(self.stuck)
+                or await self._is_paused()
                 or any(r.error for r in self.readers)
             )
             return RAN_WITH_FAILURES if until_idle and failed else OK
@@ -233,11 +240,11 @@ class WorkerProcess:
         return 2 * self.config.grace + END_SPARE
 
     async def _until_idle(self) -> None:
-        """Wait until the pipeline is idle, or until a breaker has stopped it.
+        """Wait until the pipeline is idle, or until all open events wait for an operator.
 
         The pipeline is idle when every source is read and every accepted event has ended. All rows
-        must be in their sinks, and hooks must have run for all changes. After a breaker, the call
-        waits until no worker of this process holds a delivery.
+        must be in their sinks, and hooks must have run for all changes. If a topic is paused, the
+        call waits only until no worker of this process holds a delivery.
         """
         while True:
             with contextlib.suppress(StoreUnavailable):
@@ -247,11 +254,15 @@ class WorkerProcess:
                 if (
                     read
                     and await self.stores.uow.read(self._is_idle)
+                    and not await self._periodic.remove(idle=True)
                     and all([await f.backlog() == 0 for f in self.flushers])
                 ):
+                    self.stuck = await self.stores.uow.read(approvals_in)
                     return
-                if await self._breaker() and not any(w.held for w in self.workers):
-                    return
+                if (read or await self._is_paused()) and not any(w.held for w in self.workers):
+                    self.stuck = await self.stores.uow.read(stuck_in)
+                    if self.stuck:
+                        return
             await self.clock.sleep(0.1)
 
     def _is_idle(self, tx: Transaction) -> bool:
@@ -262,9 +273,9 @@ class WorkerProcess:
     async def _dead(self) -> int:
         return await self.stores.uow.read(lambda tx: tx.counters.total("dead"))
 
-    async def _breaker(self) -> str | None:
-        paused = await self.stores.uow.read(lambda tx: tx.queue.paused())
-        return next(iter(paused.values()), None)
+    async def _is_paused(self) -> bool:
+        """Return True if a topic is paused."""
+        return bool(await self.stores.uow.read(lambda tx: tx.queue.paused()))
 
     # -- parts of the process ----------------------------------------------------------------------
 

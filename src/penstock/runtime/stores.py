@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock import locks
+from penstock.authoring.pipeline import Pipeline
 from penstock.brokers.sql import SqlQueue
 from penstock.claims.sql import SqlClaims, SqlHosts
 from penstock.clock import SystemClock
@@ -27,11 +28,12 @@ from penstock.pages.bound import IndexedPages
 from penstock.ports import (
     Broker,
     Clock,
+    ExtractorKeys,
     HostTable,
     StoreFacts,
     TopicSpec,
 )
-from penstock.rules import breaker
+from penstock.rules import breaker, gone
 from penstock.runtime.assembly import Assembly, ClaimServer, proxies_of
 from penstock.stores import sqlite_checks
 from penstock.stores.context import Context
@@ -308,10 +310,19 @@ def worker_id() -> str:
     return f"{socket.gethostname()[:40] or 'worker'}-{os.getpid()}-{secrets.token_hex(3)}"
 
 
+def _key_fields(pipeline: Pipeline) -> ExtractorKeys:
+    """Return the fields of the extractors' record keys, for records that are removed."""
+    keys = {}
+    for e in pipeline.extractors:
+        named = () if e.key is None or callable(e.key) else e.key
+        keys[e.name] = (e.version, (named,) if isinstance(named, str) else tuple(named))
+    return keys
+
+
 def settings(
-    config: Config, *, sinks: Sequence[SinkBinding] = (), hooks: bool = False
+    config: Config, pipeline: Pipeline | None = None, *, sinks: Sequence[SinkBinding] = ()
 ) -> LifecycleSettings:
-    b = config.breaker
+    b, g = config.breaker, config.gone
     return LifecycleSettings(
         max_pending=config.intake.max_pending,
         window=config.dedup.window,
@@ -321,10 +332,12 @@ def settings(
         follow_depth=config.follow.depth,
         follow_same_domain=config.follow.same_domain,
         emit_unchanged=config.output.unchanged == "emit",
-        hooks=hooks,
+        hooks=pipeline is not None and bool(pipeline.hooks),
         sinks=tuple(sinks),
         host_by=config.pace.by,
         breaker=breaker.Limits(
             dead_share=b.dead_share, at_least=b.min, window=b.window, alert_share=b.alert
         ),
+        gone=gone.Limits(after=g.after, share=g.limit, settle=g.settle),
+        keys={} if pipeline is None else _key_fields(pipeline),
     )

@@ -126,7 +126,7 @@ class SqlEvents(LedgerTable):
         """End these events as successes. Return those whose fence was current."""
         touched = self._tx.each(
             "UPDATE event SET status='success', finished_at=?, reason=?, response_status=?,"
-            f" response_hash=?, extractors=?, {_ENDED} WHERE {_CURRENT}",
+            f" response_hash=?, extractors=?, result=?, {_ENDED} WHERE {_CURRENT}",
             [
                 (
                     now,
@@ -134,6 +134,7 @@ class SqlEvents(LedgerTable):
                     end.response_status,
                     end.response_hash,
                     end.extractors,
+                    end.result or None,
                     end.row,
                     end.fence,
                 )
@@ -273,7 +274,7 @@ class SqlEvents(LedgerTable):
         """Make an ended event pending, with a new budget. Its history is kept."""
         self._tx.execute(
             "UPDATE event SET status='pending', duplicate_of=NULL, finished_at=NULL,"
-            " not_before=NULL, waits_for=NULL, attempts=0, crashes=0,"
+            " not_before=NULL, waits_for=NULL, result=NULL, attempts=0, crashes=0,"
             " promoted=CASE WHEN promoted>? THEN promoted ELSE ? END, reason=?, position=?"
             " WHERE n=?",
             (int(promoted), int(promoted), reason, position, n),

@@ -21,7 +21,7 @@ CREATE TABLE event(n INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE,
   accepted_at REAL NOT NULL, dispatched_at REAL, asked_at REAL, finished_at REAL, not_before REAL,
   response_status INTEGER, response_hash TEXT,
   reason TEXT, worker TEXT, extractors TEXT,
-  duplicate_of TEXT, promoted INTEGER NOT NULL DEFAULT 0, waits_for TEXT);
+  duplicate_of TEXT, promoted INTEGER NOT NULL DEFAULT 0, waits_for TEXT, result TEXT);
 -- Wide and written once, in a separate table, so that a change of status rewrites a short row.
 CREATE TABLE envelope(event INTEGER PRIMARY KEY, body BLOB NOT NULL);
 CREATE TABLE fetched(event INTEGER PRIMARY KEY, page TEXT NOT NULL, meta BLOB NOT NULL);
@@ -50,6 +50,16 @@ CREATE TABLE breaker(what TEXT PRIMARY KEY, class TEXT NOT NULL, reason TEXT NOT
 CREATE TABLE seen(trace TEXT NOT NULL, url_key BLOB NOT NULL, at REAL NOT NULL,
   PRIMARY KEY(trace, url_key)) WITHOUT ROWID;
 CREATE TABLE cursor(source TEXT PRIMARY KEY, body BLOB, at REAL NOT NULL) WITHOUT ROWID;
+-- Known URLs whose newest visit answered 404 or 410. The state is 'missing', 'leaving' (the records
+-- will be removed), 'held' (the removal waits for an operator) or 'gone'. `since` is its time.
+CREATE TABLE absent(url_key BLOB PRIMARY KEY, host TEXT NOT NULL, event INTEGER NOT NULL,
+  visits INTEGER NOT NULL, at REAL NOT NULL, state TEXT NOT NULL, since REAL NOT NULL)
+  WITHOUT ROWID;
+CREATE INDEX absent_host ON absent(host, at);
+CREATE INDEX absent_state ON absent(state, host);
+-- Number of URLs of a host that had a success and are not gone.
+CREATE TABLE known_host(host TEXT PRIMARY KEY, known INTEGER NOT NULL, held_at REAL,
+  approved_until REAL NOT NULL DEFAULT 0) WITHOUT ROWID;
 """
 # Append-only. The time in microseconds is part of the key and keeps the order of rows. So one
 # B-tree is enough for writing and reading.

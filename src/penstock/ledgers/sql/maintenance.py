@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
+from penstock.ledgers.sql.absences import SqlAbsences
 from penstock.ledgers.sql.dead_letters import SqlDeadLetters
 from penstock.ledgers.sql.ledger import STORED, LedgerTable
 from penstock.model import Reason
 from penstock.ports import DeadLetter, StoredEvent
+from penstock.rules.gone import HOUR
 from penstock.rules.reasons import sentence
 
 
@@ -154,23 +156,32 @@ class SqlEventMaintenance(LedgerTable):
         # Each call reads `limit` rows, and the next call continues after them. So old rows that
         # must stay do not block the rest of the table.
         stretch = self._tx.execute(
-            "SELECT n, status, finished_at, accepted_at, url_key, id FROM event WHERE n>?"
+            "SELECT n, status, finished_at, accepted_at, url_key, id, host, result FROM event"
+            " WHERE n>?"
             " ORDER BY n LIMIT ?",
             (self._ledger.pruned, limit),
         ).fetchall()
         self._ledger.pruned = (
             stretch[-1][0] if len(stretch) == limit and stretch[-1][3] < before else 0
         )
-        ended = [row for row in stretch if row[1] in ("success", "duplicate") and row[2] < before]
-        rows = [
-            (n,)
-            for n, status, _, _, key, id_ in ended
-            if status == "duplicate" or not keep(key, id_)
+        absences = SqlAbsences(self._tx, self._ledger)
+        needed = absences.events_needed()
+        old = [
+            row
+            for row in stretch
+            if row[1] in ("success", "duplicate")
+            and row[2] < before
+            and row[0] not in needed
+            and (row[1] == "duplicate" or not keep(row[4], row[5]))
         ]
+        rows = [(row[0],) for row in old]
         for table in ("envelope", "fetched", "needed"):
             self._tx.executemany(f"DELETE FROM {table} WHERE event=?", rows)
         self._ledger.forget_history(self._tx, rows, before)
         self._tx.executemany("DELETE FROM event WHERE n=?", rows)
+        newest = {bytes(row[4]): row for row in old if row[1] == "success"}  # by URL key
+        known = [(key, row[6]) for key, row in newest.items() if row[7] != "gone"]
+        absences.prune(before, known, self._ledger.clock.now() - HOUR)
         self._tx.execute(
             "DELETE FROM seen WHERE (trace, url_key) IN (SELECT trace, url_key FROM seen"
             " WHERE at<? LIMIT ?)",

@@ -12,13 +12,14 @@ from typing import Any, TypeAlias
 import msgspec
 
 from penstock.model import REMOVED, Event, Record
-from penstock.ports import End, Line, Row
+from penstock.ports import Line, RecordsOfEvent, Row
 from penstock.stores.sql import SqlStore, Tx
 
 SCHEMA = """
 CREATE TABLE record(extractor TEXT NOT NULL, key TEXT NOT NULL, url_key BLOB NOT NULL,
   hash BLOB NOT NULL, fields BLOB NOT NULL, n INTEGER NOT NULL,
   PRIMARY KEY(extractor, key)) WITHOUT ROWID;
+CREATE INDEX record_url ON record(url_key);
 CREATE TABLE sink(id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE,
   next INTEGER NOT NULL DEFAULT 1, flushed INTEGER NOT NULL DEFAULT 0,
   mark TEXT NOT NULL DEFAULT '');
@@ -62,7 +63,7 @@ class SqlOutbox:
 
     def diff(
         self,
-        ends: Sequence[tuple[End, bytes]],
+        ends: Sequence[tuple[RecordsOfEvent, bytes]],
         counts: Mapping[str, Counter[str]],
         *,
         emit_unchanged: bool,
@@ -70,7 +71,7 @@ class SqlOutbox:
     ) -> list[Line]:
         """Compare records with the last ones of their record keys. Return the lines for sinks."""
         groups = [
-            ((g[0].extractor, _shelf(g[0].key)), g, end, url_key)
+            ((g[0].extractor, shelf_of(g[0].key)), g, end, url_key)
             for end, url_key in ends
             for g in _by_key(end.records)
         ]
@@ -190,7 +191,7 @@ class SqlOutbox:
         self._tx.executemany("UPDATE change SET tries=tries+1, error=? WHERE n=?", failed)
 
 
-def _shelf(key: str) -> str:
+def shelf_of(key: str) -> str:
     """Return the record key under which the last record is stored.
 
     An index entry of PostgreSQL holds at most 2,704 bytes, and a record key may have 4,000

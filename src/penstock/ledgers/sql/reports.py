@@ -253,6 +253,7 @@ class SqlReports(SqlDeadLetterReports):
         status: str | None = None,
         host: str | None = None,
         source: str | None = None,
+        result: str | None = None,
         url_key: bytes | None = None,
         limit: int = 50,
         everything: bool = False,
@@ -262,7 +263,8 @@ class SqlReports(SqlDeadLetterReports):
         Filters without an index read only the newest `SCAN` events, unless `everything` is true.
         """
         conditions, bindings = ["1=1"], []
-        for column, value in (("host", host), ("source", source), ("url_key", url_key)):
+        wanted = {"host": host, "source": source, "result": result, "url_key": url_key}
+        for column, value in wanted.items():
             if value is not None:
                 conditions.append(f"e.{column}=?")
                 bindings.append(value)

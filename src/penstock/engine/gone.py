@@ -1,0 +1,162 @@
+"""Absent pages: what a 404 or 410 means for its event, and the removal of records that are gone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TypeAlias
+
+import msgspec
+
+from penstock.engine.settings import LifecycleSettings
+from penstock.model import Event, Reason, Record, decode_event
+from penstock.ports import (
+    AbsentVisit,
+    Clock,
+    End,
+    Leaving,
+    PageMeta,
+    RecordsOfEvent,
+    Transaction,
+    UnitOfWork,
+)
+from penstock.rules import gone
+from penstock.rules.reasons import sentence
+
+HOSTS = 100  # hosts whose removals one call of `settle` decides
+BATCH = 100  # URLs whose records one transaction removes
+# Writes records to the sinks: (transaction, records by URL key, counters by topic).
+WriteRecords: TypeAlias = Callable[
+    [Transaction, Sequence[tuple[RecordsOfEvent, bytes]], Mapping[str, Counter[str]]], None
+]
+
+
+class Visits:
+    """Ends of one transaction whose pages were absent, or came for the first time."""
+
+    def __init__(
+        self,
+        tx: Transaction,
+        ends: Sequence[End],
+        limits: gone.Limits,
+        url_key: Callable[[str], bytes],
+    ) -> None:
+        self._tx, self._url_key = tx, url_key
+        self._leaving: dict[int, gone.Absence] = {}  # row number of the event -> its absence
+        absent = [end for end in ends if end.outcome == "absent"]
+        self.ends = ends
+        if absent:
+            past = tx.absences.past([(url_key(end.event.url), end.row) for end in absent])
+            self.ends = [self._decided(end, limits, past) for end in ends]
+
+    def _decided(self, end: End, limits: gone.Limits, past: Mapping[bytes, gone.Past]) -> End:
+        if end.outcome != "absent":
+            return end
+        event = end.event
+        found = gone.judge(
+            limits,
+            past.get(self._url_key(event.url)),
+            status=end.response_status or 0,
+            removed=gone.says_removed(event.data),
+        )
+        if found.result == "not_found":
+            return msgspec.structs.replace(end, outcome="dead")
+        success = partial(
+            msgspec.structs.replace, end, outcome="success", error_class="", fingerprint=""
+        )
+        if found.result == "gone":
+            return success(result="gone", reason=sentence(Reason.GONE))
+        self._leaving[end.row] = found
+        reason = sentence(Reason.MISSING, found.visits, found.needed)
+        return success(result="missing", reason=reason)
+
+    def record(self, successes: Sequence[End], now: float) -> None:
+        """Record the absent visits, and count URLs that are known from now on."""
+        if self._leaving:
+            visits = [
+                AbsentVisit(
+                    url_key=self._url_key(end.event.url),
+                    host=end.event.key,
+                    row=end.row,
+                    visits=found.visits,
+                    leaving=found.result == "leaving",
+                )
+                for end in successes
+                if (found := self._leaving.get(end.row)) is not None
+            ]
+            self._tx.absences.record(visits, now)
+        first = [end for end in successes if end.meta is not None and end.meta.first]
+        if first:
+            self._tx.absences.add_known(Counter(end.event.key for end in self._unknown(first)))
+
+    def _unknown(self, ends: Sequence[End]) -> Sequence[End]:
+        """Return ends without an earlier success. A forced event was admitted without one."""
+        forced = [(self._url_key(e.event.url), e.row) for e in ends if e.event.force]
+        if not forced:
+            return ends
+        known = {key for key, past in self._tx.absences.past(forced).items() if not past.result}
+        return [e for e in ends if not e.event.force or self._url_key(e.event.url) not in known]
+
+
+class _Removal(msgspec.Struct, frozen=True):
+    """Removed records of one URL."""
+
+    event: Event
+    row: int
+    records: Sequence[Record]
+    meta: PageMeta | None
+
+
+class Removals:
+    """Removes the records of URLs that are gone. Several workers may do it at the same time."""
+
+    def __init__(
+        self, uow: UnitOfWork, write: WriteRecords, settings: LifecycleSettings, *, clock: Clock
+    ) -> None:
+        self._uow, self._write, self._settings, self._clock = uow, write, settings, clock
+
+    async def settle(self, *, idle: bool = False) -> bool:
+        """Decide about waiting removals. Return True if records were removed.
+
+        `idle` is True if no event is open. Called once a second.
+        """
+        removed = False
+        for host in await self._uow.read(lambda tx: tx.absences.leaving_hosts(HOSTS)):
+            while n := await self._uow.write(partial(self._settle_host, host, idle)):
+                removed = True
+                if n < BATCH:
+                    break
+        return removed
+
+    def _settle_host(self, host: str, idle: bool, tx: Transaction) -> int:
+        """Return the number of URLs whose records were removed."""
+        now = self._clock.now()
+        decide = partial(gone.decide, self._settings.gone, now=now, idle=idle)
+        # Reading which URLs have returned is slow, so it waits until the host has settled.
+        if decide(tx.absences.host(host, now - gone.HOUR)) == "wait":
+            return 0
+        tx.absences.drop_returned(host)
+        match decide(tx.absences.host(host, now - gone.HOUR)):
+            case "remove":
+                return self._remove(tx, tx.absences.leaving(host, BATCH), now)
+            case "hold":
+                tx.absences.hold(host, now)
+        return 0
+
+    def _remove(self, tx: Transaction, urls: Sequence[Leaving], now: float) -> int:
+        removals: list[tuple[RecordsOfEvent, bytes]] = []
+        counts: dict[str, Counter[str]] = {}
+        for url in urls:
+            event = decode_event(url.envelope)
+            records = tx.absences.records_of(url, event.url, self._settings.keys)
+            visit = PageMeta(
+                page="", url=event.url, status=url.status, headers={}, fetched_at=url.at, size=0
+            )
+            removals.append((_Removal(event, url.row, records, visit), url.url_key))
+            counts.setdefault(event.topic, Counter()).update({"gone": 1, "missing": -1})
+        self._write(tx, removals, counts)
+        tx.absences.mark_gone(urls, sentence(Reason.GONE), now)
+        for topic, count in counts.items():
+            tx.counters.add(topic, count)
+        return len(urls)
