@@ -90,6 +90,12 @@ COMMANDS: tuple[tuple[str, str, str, str], ...] = (
     ("dlq", "penstock.cli.dlq:app", "Repair", "dead letters: list, show, retry, drop, export"),
     ("topics", "penstock.cli.topics:app", "Repair", "list, pause and resume topics"),
     (
+        "adopt",
+        "penstock.cli.adopt:adopt",
+        "Repair",
+        "make a pipeline the owner of the stored events",
+    ),
+    (
         "doctor",
         "penstock.cli.doctor:doctor",
         "Repair",

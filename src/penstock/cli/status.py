@@ -89,6 +89,7 @@ Look = tuple[
     dict[str, tuple[int, int]],
     dict[str, str],
     "list[SourceState]",
+    str | None,  # the pipeline that owns the store
 ]
 
 
@@ -97,9 +98,10 @@ def look(stores: Stores) -> tuple[Look, float]:
     from penstock.runtime.sources_and_sinks import sink_lock
 
     found = ask(stores, lambda tx: tx.status_reports.standing())
-    alerts, sources = (
+    alerts, sources, owner = (
         ask(stores, stores.maintenance.alerts),
         ask(stores, lambda tx: tx.sources.all()),
+        ask(stores, lambda tx: tx.owner.pipeline()),
     )
     directory = stores.workers_directory
     signs = {path.name.removesuffix(".alive") for path in directory.glob("*.alive")} | set(
@@ -117,14 +119,14 @@ def look(stores: Stores) -> tuple[Look, float]:
     down = {
         name: note for name, lock in locks.items() if holder_alive(lock) and (note := note_of(lock))
     }
-    return (found, workers, alerts, down, sources), time.time()
+    return (found, workers, alerts, down, sources, owner), time.time()
 
 
 def document(looked: Look, now: float) -> dict[str, Any]:
     from penstock.model import Reason
     from penstock.rules.reasons import code_of
 
-    found, workers, alerts, down, sources = looked
+    found, workers, alerts, down, sources, owner = looked
     total = {
         name: sum(row[name] for row in found.topics.values()) for name in ("accepted", *STATES)
     }
@@ -132,6 +134,7 @@ def document(looked: Look, now: float) -> dict[str, Any]:
         topic: reason for topic, reason in found.paused.items() if code_of(reason) is Reason.BREAKER
     }
     return {
+        "pipeline": owner,
         "topics": found.topics,
         "total": total,
         "breaker": "open" if breaker else "closed",
@@ -189,7 +192,7 @@ def picture(looked: Look, now: float) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    found, workers, alerts, down, sources = looked
+    found, workers, alerts, down, sources, owner = looked
     warnings = [
         *(
             (" alert ", topic, f"{count(dead)} of the last {count(ended)} events ended dead", "")
@@ -211,7 +214,7 @@ def picture(looked: Look, now: float) -> RenderableType:
         style = "bold white on red" if label in (" paused ", " sink down ") else "black on yellow"
         line = Text.assemble((label, style), " ", (plain(name), "bold"), f": {plain(text)}")
         parts += [line.append(f"  {command}" if command else "", "cyan"), ""]
-    parts += [_figures(found), "", _workers(found, workers, now)]
+    parts += [_figures(found), "", _workers(found, workers, owner, now)]
     for part in (_yield(found), _delays(found, now), _causes(found, now), _sinks(found)):
         if part is not None:
             parts += ["", part]
@@ -236,12 +239,16 @@ def _figures(found: Standing) -> RenderableType:
     return table("topic", *columns, rows=cells)
 
 
-def _workers(found: Standing, workers: list[dict[str, Any]], now: float) -> RenderableType:
+def _workers(
+    found: Standing, workers: list[dict[str, Any]], owner: str | None, now: float
+) -> RenderableType:
     from rich.text import Text
 
     alive, gone = [w for w in workers if w["alive"]], [w for w in workers if not w["alive"]]
     line = Text.assemble(
-        ("workers ", "dim"), plural(len(alive), "worker") + " running" if alive else "none running"
+        *((("pipeline ", "dim"), plain(owner), "   ") if owner else ()),
+        ("workers ", "dim"),
+        plural(len(alive), "worker") + " running" if alive else "none running",
     )
     if gone:
         line.append(
