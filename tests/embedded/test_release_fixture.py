@@ -26,3 +26,16 @@ async def test_the_state_of_an_earlier_release_is_processed(release: str, tmp_pa
     await project.process_open_events()
     check_end(recorded, await project.status())
     project.check_sinks()
+
+
+@pytest.mark.parametrize("release", RELEASES)
+async def test_the_first_run_on_the_state_of_an_earlier_release_makes_its_pipeline_the_owner(
+    release: str, tmp_path: Path
+) -> None:
+    project = ReleasedProject(release, "embedded", tmp_path)
+    assert json.loads(await project.penstock("status", "--json"))["pipeline"] is None
+    await project.process_open_events()
+    assert json.loads(await project.penstock("status", "--json"))["pipeline"] == "shop"
+    other = (tmp_path / "shop.py").read_text().replace('Pipeline("shop")', 'Pipeline("other")')
+    (tmp_path / "other.py").write_text(other)
+    await project.penstock("run", "other.py", "--until-idle", code=3)

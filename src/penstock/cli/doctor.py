@@ -35,6 +35,7 @@ def doctor(
     Exit code 0: no check failed. 4: the store cannot be opened. 5: differences were found.
     """
     from penstock.operate import doctor as checks
+    from penstock.operate.ownership import check_owner
     from penstock.runtime.process import open_sandbox
     from penstock.runtime.sources_and_sinks import open_sinks
     from penstock.runtime.stores import store_facts
@@ -49,6 +50,7 @@ def doctor(
     try:
         with common.stores(config=config) as stores:
             found += checks.store(stores.uow, stores.db, stores.clock, stores.workers_directory)
+            found += check_owner(stores.uow, stores.db, file or config.pipeline)
     except PenstockError as e:
         unreachable = True
         found.append(checks.Finding("store", "fail", e.message, e.hint))

@@ -96,6 +96,12 @@ COMMANDS: tuple[tuple[str, str, str, str], ...] = (
         "list, pause and resume extractors",
     ),
     (
+        "adopt",
+        "penstock.cli.adopt:adopt",
+        "Repair",
+        "make a pipeline the owner of the stored events",
+    ),
+    (
         "doctor",
         "penstock.cli.doctor:doctor",
         "Repair",

@@ -93,6 +93,7 @@ Look = tuple[
     dict[str, str],
     "list[SourceState]",
     "list[Waiting]",
+    str | None,  # the pipeline that owns the store
 ]
 
 
@@ -102,9 +103,10 @@ def look(stores: Stores) -> tuple[Look, float]:
     from penstock.runtime.sources_and_sinks import sink_lock
 
     found = ask(stores, lambda tx: tx.status_reports.standing())
-    alerts, sources = (
+    alerts, sources, owner = (
         ask(stores, stores.maintenance.alerts),
         ask(stores, lambda tx: tx.sources.all()),
+        ask(stores, lambda tx: tx.owner.pipeline()),
     )
     directory = stores.workers_directory
     signs = {path.name.removesuffix(".alive") for path in directory.glob("*.alive")} | set(
@@ -123,19 +125,20 @@ def look(stores: Stores) -> tuple[Look, float]:
         name: note for name, lock in locks.items() if holder_alive(lock) and (note := note_of(lock))
     }
     waits = ask(stores, waits_in)
-    return (found, workers, alerts, down, sources, waits), time.time()
+    return (found, workers, alerts, down, sources, waits, owner), time.time()
 
 
 def document(looked: Look, now: float) -> dict[str, Any]:
     from penstock.model import Reason
     from penstock.rules.reasons import code_of
 
-    found, workers, alerts, down, sources, waits = looked
+    found, workers, alerts, down, sources, waits, owner = looked
     total = {
         name: sum(row[name] for row in found.topics.values()) for name in ("accepted", *STATES)
     }
     causes = {code_of(w.reason) for w in waits}
     return {
+        "pipeline": owner,
         "topics": found.topics,
         "total": total,
         "breaker": "open" if causes & {Reason.BREAKER, Reason.BREAKER_HOSTS} else "closed",
@@ -203,7 +206,7 @@ def picture(looked: Look, now: float) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    found, workers, alerts, down, sources, waits = looked
+    found, workers, alerts, down, sources, waits, owner = looked
     warnings = [
         *(
             (" alert ", topic, f"{count(dead)} of the last {count(ended)} events ended dead", "")
@@ -230,7 +233,7 @@ def picture(looked: Look, now: float) -> RenderableType:
         style = "bold white on red" if label in (" paused ", " sink down ") else "black on yellow"
         line = Text.assemble((label, style), " ", (plain(name), "bold"), f": {plain(text.strip())}")
         parts += [line.append(f"  {command}" if command else "", "cyan"), ""]
-    parts += [_figures(found), "", _workers(found, workers, now)]
+    parts += [_figures(found), "", _workers(found, workers, owner, now)]
     for part in (_yield(found), _delays(found, now), _causes(found, now), _sinks(found)):
         if part is not None:
             parts += ["", part]
@@ -255,12 +258,16 @@ def _figures(found: Standing) -> RenderableType:
     return table("topic", *columns, rows=cells)
 
 
-def _workers(found: Standing, workers: list[dict[str, Any]], now: float) -> RenderableType:
+def _workers(
+    found: Standing, workers: list[dict[str, Any]], owner: str | None, now: float
+) -> RenderableType:
     from rich.text import Text
 
     alive, gone = [w for w in workers if w["alive"]], [w for w in workers if not w["alive"]]
     line = Text.assemble(
-        ("workers ", "dim"), plural(len(alive), "worker") + " running" if alive else "none running"
+        *((("pipeline ", "dim"), plain(owner), "   ") if owner else ()),
+        ("workers ", "dim"),
+        plural(len(alive), "worker") + " running" if alive else "none running",
     )
     if gone:
         line.append(

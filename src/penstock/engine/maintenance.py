@@ -64,6 +64,7 @@ class Maintenance:
         return crashed
 
     def _reclaim(self, worker: str, tx: Transaction) -> None:
+        tx.owner.leave(worker)
         ids = tx.queue.reclaim(worker)
         tx.maintenance.requeue_from(worker, ids, self._clock.now())
 

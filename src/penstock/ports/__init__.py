@@ -43,6 +43,7 @@ from penstock.ports.ledger import (
 )
 from penstock.ports.locks import Lock, LockTable
 from penstock.ports.outbox import Line, OutboxTable, RecordsOfEvent
+from penstock.ports.owner import StoreOwner
 from penstock.ports.pages import PageIndex, PageStore, StagedPages
 from penstock.ports.queue import Members, Outgoing, Queue, QueueReports
 from penstock.ports.sink import FileSink, Reopen, Row, Sink, TableSink
@@ -140,6 +141,7 @@ __all__ = [
     "Stats",
     "Status",
     "StoreFacts",
+    "StoreOwner",
     "StoredEvent",
     "Subscription",
     "TableSink",

@@ -16,6 +16,7 @@ from penstock.ports.hosts import HostTable
 from penstock.ports.ledger import Counters, DeadLetters, EventLookup, EventMaintenance, Events
 from penstock.ports.locks import LockTable
 from penstock.ports.outbox import OutboxTable
+from penstock.ports.owner import StoreOwner
 from penstock.ports.pages import PageIndex
 from penstock.ports.queue import Members, Outgoing, Queue, QueueReports
 from penstock.ports.reports import EventReports, LetterReports, PageReports, StatusReports
@@ -53,6 +54,7 @@ class Transaction:
     locks: LockTable
     outgoing: Outgoing
     members: Members
+    owner: StoreOwner
     reports: EventReports
     status_reports: StatusReports
     page_reports: PageReports

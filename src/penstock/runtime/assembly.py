@@ -32,6 +32,7 @@ from penstock.ledgers.sql.ledger import SqlLedger
 from penstock.ledgers.sql.lookup import SqlEventLookup
 from penstock.ledgers.sql.maintenance import SqlEventMaintenance
 from penstock.ledgers.sql.outbox import SqlOutbox, TableWriter
+from penstock.ledgers.sql.owner import SqlStoreOwner
 from penstock.ledgers.sql.reports import SqlReports
 from penstock.ledgers.sql.sources import SqlSources
 from penstock.operate.dead_letters import DeadLetterOffice
@@ -179,6 +180,7 @@ class Assembly:
             locks=HolderTable(sql),
             outgoing=sent,
             members=members,
+            owner=SqlStoreOwner(sql),
             reports=reports,
             status_reports=reports,
             page_reports=reports,

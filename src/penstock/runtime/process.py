@@ -40,6 +40,7 @@ from penstock.locks import WorkerLock
 from penstock.model import mint
 from penstock.net.http import CurlFetcher
 from penstock.operate.hosts import apply_configured_exceptions
+from penstock.operate.ownership import Membership
 from penstock.operate.waiting import approvals_in, lines_about, stuck_in
 from penstock.ports import Clock, Durability, Extraction, TableSink, Transaction
 from penstock.rules import retry
@@ -129,6 +130,7 @@ class WorkerProcess:
             closing.callback(lock.release)
             closing.push_async_callback(self.stores.stop)
             await self.stores.check_after_unclean_stop()
+            self._membership = await self._enter_store(closing)
             await self.stores.start()
             # A process that does not fetch may get all its pages inside messages. Then it does not
             # need the page store.
@@ -187,12 +189,21 @@ class WorkerProcess:
             )
             return RAN_WITH_FAILURES if until_idle and failed else OK
 
+    async def _enter_store(self, closing: contextlib.AsyncExitStack) -> Membership:
+        """Check that the stores belong to this pipeline, before anything is taken from them."""
+        stores, name = self.stores, self.pipeline.name
+        member = Membership(stores.uow, stores.db, self.clock, pipeline=name, worker=self.id)
+        await member.enter()
+        closing.push_async_callback(member.leave)
+        return member
+
     def _start_background(self, hooks: HookRunner | None) -> list[asyncio.Task[None]]:
         work = {f"flush {f.sink.name}": f.run() for f in self.flushers}
         if hooks is not None:
             work["hooks"] = hooks.run()
         self._periodic = PeriodicWork(self.config, self.stores, self.flushers)
         work["upkeep"] = self._periodic.maintain()
+        work["membership"] = self._membership.keep()
         if self.stores.relay_chores is not None:
             work["relay"] = self._periodic.relay(self.stores.relay_chores)
         return [asyncio.create_task(run, name=name) for name, run in work.items()]

@@ -49,6 +49,9 @@ CREATE TABLE breaker(what TEXT PRIMARY KEY, class TEXT NOT NULL, reason TEXT NOT
   at REAL NOT NULL, counted INTEGER NOT NULL DEFAULT 1) WITHOUT ROWID;
 CREATE TABLE seen(trace TEXT NOT NULL, url_key BLOB NOT NULL, at REAL NOT NULL,
   PRIMARY KEY(trace, url_key)) WITHOUT ROWID;
+-- The pipeline whose events these are, in one row, and its workers.
+CREATE TABLE store_owner(one INTEGER PRIMARY KEY, pipeline TEXT NOT NULL, at REAL NOT NULL);
+CREATE TABLE live_worker(worker TEXT PRIMARY KEY, until REAL NOT NULL) WITHOUT ROWID;
 CREATE TABLE cursor(source TEXT PRIMARY KEY, body BLOB, at REAL NOT NULL) WITHOUT ROWID;
 -- Known URLs whose newest visit answered 404 or 410. The state is 'missing', 'leaving' (the records
 -- will be removed), 'held' (the removal waits for an operator) or 'gone'. `since` is its time.
