@@ -43,6 +43,7 @@ from penstock.operate.hosts import apply_configured_exceptions
 from penstock.ports import Clock, Durability, Extraction, TableSink, Transaction
 from penstock.rules import retry
 from penstock.rules.masking import mask
+from penstock.runtime import sink_watch
 from penstock.runtime.fetching import (
     SOURCE_BODY,
     exceptions,
@@ -108,6 +109,7 @@ class WorkerProcess:
         self.flushers: list[Flusher] = []
         self.proxies: Proxies | None = None  # None if this process does not fetch
         self._wake_set = False
+        self._gave_up: sink_watch.SinkGaveUp | None = None
 
     # -- run and shutdown --------------------------------------------------------------------------
 
@@ -155,19 +157,16 @@ class WorkerProcess:
                 )
             background = self._start_background(hooks)
             closing.push_async_callback(cancel_all, background, timeout=self._longest_end)
+            await sink_watch.wait_until_open(self.flushers, stop)
             self._open_workers(fetcher, extraction, suspects, hooks)
             if opened is not None:
                 opened(self)
             await self._work(stop, until_idle, background)
             if self._periodic.store_changed.is_set():
                 return CONFIGURATION if until_idle else OK
-            for f in self.flushers:
-                if not await f.drain(self.config.grace):
-                    log.warning(
-                        "sink %s: %s. They stay in the outbox for the next run",
-                        f.sink.name,
-                        f.down or "rows are still waiting",
-                    )
+            await sink_watch.drain(self.flushers, self.config.grace)
+            if self._gave_up is not None:
+                raise self._gave_up
             failed = (
                 await self._dead() > dead_before
                 or await self._breaker()
@@ -228,13 +227,16 @@ class WorkerProcess:
         return 2 * self.config.grace + END_SPARE
 
     async def _until_idle(self) -> None:
-        """Wait until the pipeline is idle, or until a breaker has stopped it.
+        """Wait until the pipeline is idle, a breaker has stopped it, or a sink takes no rows.
 
         The pipeline is idle when every source is read and every accepted event has ended. All rows
         must be in their sinks, and hooks must have run for all changes. After a breaker, the call
         waits until no worker of this process holds a delivery.
         """
         while True:
+            self._gave_up = sink_watch.stuck_sink(self.flushers, self.config.sink.give_up_after)
+            if self._gave_up is not None:
+                return
             with contextlib.suppress(StoreUnavailable):
                 # Check the readers first. Their last findings are then in the ledger when the
                 # ledger is checked.

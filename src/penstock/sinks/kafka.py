@@ -40,6 +40,8 @@ _api: Any = _admin  # the library does not export these names to type checkers
 MAX_MESSAGE = 20 << 20
 # Record keys whose last order is cached, so that an older record is not written after a newer one.
 _MAX_CACHED_KEYS = 100_000
+# Seconds for the list of topics, the first answer of the server. A start waits for it.
+_OPEN_TIMEOUT = 5.0
 _TOO_LARGE = (KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE)
 _IMPOSSIBLE = (
     KafkaError.INVALID_REPLICATION_FACTOR,
@@ -175,7 +177,7 @@ class KafkaSink:
 
     def _create_topic_if_missing(self, admin: Any) -> None:
         o, topic = self.options, self.topic
-        cluster = admin.list_topics(timeout=topic.timeout)
+        cluster = admin.list_topics(timeout=min(topic.timeout, _OPEN_TIMEOUT))
         if topic.name in cluster.topics and cluster.topics[topic.name].error is None:
             return
         config = {"max.message.bytes": str(MAX_MESSAGE)}
