@@ -44,7 +44,7 @@ from penstock.ports.locks import Lock, LockTable
 from penstock.ports.outbox import Line, OutboxTable
 from penstock.ports.pages import PageIndex, PageStore, StagedPages
 from penstock.ports.queue import Members, Outgoing, Queue, QueueReports
-from penstock.ports.sink import FileSink, Reopen, Row, Sink, TableSink
+from penstock.ports.sink import FileSink, ProbedSink, Reopen, Row, Sink, TableSink
 from penstock.ports.source import (
     Batch,
     Finding,
@@ -111,6 +111,7 @@ __all__ = [
     "PageMeta",
     "PageStore",
     "Partitioned",
+    "ProbedSink",
     "ProxyHealth",
     "Published",
     "Queue",

@@ -124,6 +124,7 @@ class WorkerProcess:
             self.stores = open_stores(self.config, worker=self.id, clock=self.clock)
             closing.callback(self.stores.close)
             lock = WorkerLock(self.stores.workers_directory, self.id, status=status_text())
+            self._lock = lock
             lock.acquire()
             closing.callback(lock.release)
             closing.push_async_callback(self.stores.stop)
@@ -178,7 +179,7 @@ class WorkerProcess:
         work = {f"flush {f.sink.name}": f.run() for f in self.flushers}
         if hooks is not None:
             work["hooks"] = hooks.run()
-        self._periodic = PeriodicWork(self.config, self.stores, self.flushers)
+        self._periodic = PeriodicWork(self.config, self.stores, self.flushers, self._lock)
         work["upkeep"] = self._periodic.maintain()
         if self.stores.relay_chores is not None:
             work["relay"] = self._periodic.relay(self.stores.relay_chores)

@@ -240,6 +240,15 @@ class KafkaSink:
             producer.purge()  # unsent messages are not recorded, and are written again
             producer.flush(1.0)
 
+    def probe(self) -> None:
+        """See ports.ProbedSink.probe."""
+        client = self.topic.client() | {"error_cb": self._on_error}
+        try:
+            admin: Any = AdminClient(client | self.topic.rdkafka)
+            admin.list_topics(timeout=min(self.topic.timeout, _OPEN_TIMEOUT))
+        except KafkaException as e:
+            raise self._unavailable(error_of(e), "opening") from None
+
     def _mark(self) -> str:
         return msgspec.json.encode(Mark(self.shape.fields, self._id)).decode()
 
