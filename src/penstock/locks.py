@@ -138,6 +138,12 @@ class FileLock:
         raw = text.encode("utf-8", "replace").replace(b"\n", b" ")[: _NOTE - 1]
         os.pwrite(self._fd, raw.ljust(_NOTE - 1) + b"\n", 0)
 
+    def touch(self) -> None:
+        """Set the time of the lock file to now, if the lock is held."""
+        if self.held:
+            with contextlib.suppress(OSError):
+                os.utime(self._fd)
+
     def status(self) -> str:
         return note_of(self.path)
 
@@ -215,8 +221,20 @@ class WorkerLock:
             self._lock.note(self._status)
         return True
 
+    def beat(self) -> None:
+        """Set the time of the lock file to now. `silence` reads it."""
+        self._lock.touch()
+
     def release(self) -> None:
         self._lock.release(remove=True)
+
+
+def silence(sign: Path, now: float) -> float:
+    """Return the seconds since the last heartbeat of a worker. 0 if its lock file is gone."""
+    try:
+        return now - sign.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def worker_alive(directory: Path | str, worker_id: str) -> bool:

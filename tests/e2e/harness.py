@@ -395,6 +395,10 @@ class Site:
         self.web.route(path, answer)
         return self.url(path)
 
+    def call(self, work: Callable[[], object]) -> None:
+        """Call `work` in the event loop of the site."""
+        self._loop.call_soon_threadsafe(work)
+
     def asked(self, path: str) -> list[Entry]:
         return [entry for entry in self.web.entries if entry.path == path]
 

@@ -88,9 +88,15 @@ def test_rows_for_a_sink_that_stays_down_are_written_by_the_next_run(
     project.set(grace="1s")
     web = target(pages=50)
     project.write("shop.py", SHOP.replace("jsonl:products.jsonl", "jsonl:out/products.jsonl"))
-    (project.dir / "out").write_text("in the way")
-    project.push(*web.urls)
+    project.push(web.urls[0])
     running = project.start("run", "shop.py")
+    wait_for(
+        lambda: running.ended or project.written("out/products.jsonl"),
+        f"the first row: {running.output}",
+    )
+    (project.dir / "out").rename(project.dir / "away")
+    (project.dir / "out").write_text("in the way")
+    project.push(*web.urls[1:])
     wait_for(
         lambda: running.ended or "out/products.jsonl is down" in running.output,
         "the run names the sink that is down",
@@ -104,6 +110,7 @@ def test_rows_for_a_sink_that_stays_down_are_written_by_the_next_run(
     assert running.wait() == 0, running.output
     assert project.total()["dead"] == 0
     (project.dir / "out").unlink()
+    (project.dir / "away").rename(project.dir / "out")
     project.run()
     assert len(project.rows("out/products.jsonl")) == 50
     assert set(web.asked().values()) == {1}

@@ -549,7 +549,13 @@ def test_status_adds_up_per_topic_and_in_total(ran: Shop) -> None:
         "followed": 2,
     }
     assert s["sinks"] == [
-        {"name": "jsonl:products.jsonl", "flushed": 18, "backlog": 0, "down": None}
+        {
+            "name": "jsonl:products.jsonl",
+            "flushed": 18,
+            "backlog": 0,
+            "down": None,
+            "down_since": None,
+        }
     ]
     assert {c["reason"]: c["letters"] for c in s["dead_causes"] if c["stage"] == "fetch"} == {
         "HTTP 404": 2

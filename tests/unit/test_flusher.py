@@ -24,7 +24,7 @@ import apsw
 import pytest
 
 from penstock.engine.flusher import LAST_BACK_OFF, Flusher
-from penstock.errors import StoreUnavailable
+from penstock.errors import StoreUnavailable, Unreachable
 from penstock.locks import FileLock, holder_alive
 from penstock.ports import Durability, Row, Sink
 from penstock.sinks import csv as csv_sink
@@ -68,6 +68,7 @@ class TableOutbox:
                 "body, ord)"
             )
             self.db.execute("CREATE TABLE IF NOT EXISTS noted (sink PRIMARY KEY, n, mark)")
+            self.db.execute("CREATE TABLE IF NOT EXISTS outage (sink PRIMARY KEY, reason)")
 
     def add(self, bodies: Sequence[dict[str, Any]]) -> None:
         with self.db:
@@ -108,6 +109,12 @@ class TableOutbox:
     def mark_flushed(self, sink: str, *, upto: int, mark: str) -> None:
         self.db.execute("INSERT OR REPLACE INTO noted VALUES (?, ?, ?)", (sink, upto, mark))
         self.db.execute("DELETE FROM outbox WHERE n <= ?", (upto,))
+
+    def outage(self, sink: str) -> str:
+        return str(self.db.execute("SELECT reason FROM outage WHERE sink = ?", (sink,)).get or "")
+
+    def set_outage(self, sink: str, reason: str, *, since: float | None) -> None:
+        self.db.execute("INSERT OR REPLACE INTO outage VALUES (?, ?)", (sink, reason))
 
     def backlog(self, sink: str) -> int:
         return int(self.db.execute("SELECT count(*) FROM outbox").get)
@@ -586,6 +593,75 @@ async def test_a_cancelled_flusher_keeps_the_lock_until_its_write_has_ended(tmp_
     with pytest.raises(asyncio.CancelledError):
         await task
     assert not holder_alive(tmp_path / "out.lock")
+    outbox.close()
+    await flush(tmp_path, "jsonl")
+    assert written(tmp_path, "jsonl") == [0, 1]
+
+
+# -- the start, stored reasons, and calls that do not return ---------------------------------------
+
+
+async def test_the_reason_of_an_outage_is_stored_and_removed_after_a_write(tmp_path: Path) -> None:
+    blocked = tmp_path / "out.jsonl"
+    blocked.mkdir()
+    outbox = TableOutbox(tmp_path / "outbox.db")
+    outbox.add(bodies(2))
+    sink = SINKS["jsonl"](tmp_path)
+    async with running(Flusher(sink, outbox, FileLock(tmp_path / "out.lock"), Hurried())) as one:
+        with pytest.raises(Unreachable, match="cannot be opened") as raised:
+            await one.wait_until_open(30)
+        assert raised.value.hint
+    assert "out.jsonl" in outbox.outage(sink.name), "the reason stays after the end"
+    blocked.rmdir()
+    async with running(Flusher(sink, outbox, FileLock(tmp_path / "out.lock"), Hurried())) as two:
+        await two.wait_until_open(30)
+        assert await two.drain(30)
+        await until(lambda: outbox.outage(sink.name) == "")
+    outbox.close()
+
+
+@pytest.mark.parametrize("error", [StopIteration("x"), SystemExit("x")])
+async def test_an_exception_that_asyncio_treats_specially_is_a_bug_of_the_sink(
+    tmp_path: Path, error: BaseException
+) -> None:
+    class Buggy(jsonl.JsonLinesSink):
+        def write(self, rows: Sequence[Row]) -> str:
+            raise error
+
+    outbox = TableOutbox(tmp_path / "outbox.db")
+    outbox.add(bodies(1))
+    sink, lock = Buggy("x", tmp_path / "out.jsonl"), FileLock(tmp_path / "out.lock")
+    async with running(Flusher(sink, outbox, lock, Hurried())) as flusher:
+        await until(lambda: flusher.down is not None)
+        assert flusher.down is not None
+        assert type(error).__name__ in flusher.down
+    outbox.close()
+
+
+async def test_a_write_that_never_returns_is_left_behind_and_keeps_the_lock(tmp_path: Path) -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    class Stuck(jsonl.JsonLinesSink):
+        def write(self, rows: Sequence[Row]) -> str:
+            begun.set()
+            go.wait(60)
+            raise OSError("the answer came too late")
+
+    outbox = TableOutbox(tmp_path / "outbox.db")
+    outbox.add(bodies(2))
+    path = tmp_path / "out.lock"
+    flusher = Flusher(Stuck("x", tmp_path / "out.jsonl"), outbox, FileLock(path), Hurried())
+    task = asyncio.create_task(flusher.run())
+    await until(begun.is_set)
+    began = time.monotonic()
+    assert not await flusher.drain(60, patient=False)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert time.monotonic() - began < 30, "the end does not wait for the write"
+    assert holder_alive(path), "another process must not write while the call runs"
+    go.set()
+    await until(lambda: not holder_alive(path))
     outbox.close()
     await flush(tmp_path, "jsonl")
     assert written(tmp_path, "jsonl") == [0, 1]

@@ -17,8 +17,9 @@ from penstock.cli.output import (
     styled,
     table,
 )
-from penstock.errors import DIFFERENCES, OK, UNREACHABLE, PenstockError
+from penstock.errors import DIFFERENCES, OK, UNREACHABLE, PenstockError, StoreRefused
 from penstock.operate.figures import plural
+from penstock.operate.findings import Finding, open_all
 
 
 def doctor(
@@ -30,30 +31,41 @@ def doctor(
     json: Json = False,
     common: Common = DEFAULTS,
 ) -> int:
-    """Check the store, the ledger, the sinks and the machine.
+    """Open every store, sink, source and proxy, and check the ledger and the machine.
 
-    Exit code 0: no check failed. 4: the store cannot be opened. 5: differences were found.
+    Nothing is changed. Exit code 0: no check failed. 4: the store cannot be opened. 5: something
+    is wrong.
     """
     from penstock.operate import doctor as checks
     from penstock.operate.ownership import check_owner
+    from penstock.runtime.openings import pipeline_openings, server_openings
     from penstock.runtime.process import open_sandbox
-    from penstock.runtime.sources_and_sinks import open_sinks
     from penstock.runtime.stores import store_facts
 
     loaded = common.load()
     config = loaded.config
     found = [
         *checks.machine(config, store_facts),
-        *checks.settings(loaded, file, open_sinks=open_sinks, open_sandbox=open_sandbox),
+        *open_all(list(server_openings(config))),
+        *checks.settings(loaded, file, openings=pipeline_openings, open_sandbox=open_sandbox),
     ]
     unreachable = False
     try:
         with common.stores(config=config) as stores:
-            found += checks.store(stores.uow, stores.db, stores.clock, stores.workers_directory)
+            found += checks.store(
+                stores.uow,
+                stores.db,
+                stores.clock,
+                stores.workers_directory,
+                lease=config.lease,
+                has_members=stores.relay is not None,
+            )
             found += check_owner(stores.uow, stores.db, file or config.pipeline)
+    except StoreRefused as e:
+        found.append(Finding("store", "fail", e.message, e.hint, "store.version"))
     except PenstockError as e:
         unreachable = True
-        found.append(checks.Finding("store", "fail", e.message, e.hint))
+        found.append(Finding("store", "fail", e.message, e.hint, "store.unreachable"))
     failed = sum(f.result == "fail" for f in found)
     code = UNREACHABLE if unreachable else DIFFERENCES if failed else OK
     if json:
@@ -61,6 +73,7 @@ def doctor(
             {
                 "ok": code == OK,
                 "exit_code": code,
+                "findings": [f.document for f in found if f.result != "ok"],
                 "checks": [
                     {"check": f.check, "result": f.result, "found": f.found, "fix": f.fix}
                     for f in found

@@ -121,8 +121,11 @@ def look(stores: Stores) -> tuple[Look, float]:
         for worker in sorted(signs)
     ]
     locks = {s.name: sink_lock(stores.config, s.name) for s in found.sinks}
+    # The text of a live holder is newer than the reason in the ledger, or equal to it.
     down = {
-        name: note for name, lock in locks.items() if holder_alive(lock) and (note := note_of(lock))
+        s.name: reason
+        for s in found.sinks
+        if (reason := (note_of(locks[s.name]) if holder_alive(locks[s.name]) else "") or s.outage)
     }
     waits = ask(stores, waits_in)
     return (found, workers, alerts, down, sources, waits, owner), time.time()
@@ -176,7 +179,13 @@ def document(looked: Look, now: float) -> dict[str, Any]:
             for c in found.causes
         ],
         "sinks": [
-            {"name": s.name, "flushed": s.flushed, "backlog": s.backlog, "down": down.get(s.name)}
+            {
+                "name": s.name,
+                "flushed": s.flushed,
+                "backlog": s.backlog,
+                "down": down.get(s.name),
+                "down_since": None if s.outage_since is None else iso(s.outage_since),
+            }
             for s in found.sinks
         ],
         "sources": [

@@ -261,6 +261,10 @@ class SinkConfig(_Section, frozen=True, kw_only=True):
     max_backlog: Annotated[
         int, Opt(units.counts(1), "rows waiting for a sink above which fetching pauses")
     ] = 100_000
+    give_up_after: Annotated[
+        float,
+        Opt(units.durations(1), "time without progress of a sink after which --until-idle ends"),
+    ] = 60.0
 
 
 class IntakeConfig(_Section, frozen=True, kw_only=True):

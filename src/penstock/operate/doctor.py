@@ -6,23 +6,24 @@ Each check returns findings: ok, warn (repairs itself, or is worth knowing) or f
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import os
-import shutil
-import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from penstock import locks
 from penstock.errors import PenstockError
+from penstock.model import Reason
+from penstock.operate.disk import check_disk
 from penstock.operate.figures import joined, lasting, plural, short, size
+from penstock.operate.findings import Finding, Opening, open_all
+from penstock.operate.sink_files import check_sinks
 from penstock.operate.waiting import waits_in
 from penstock.ports.reports import SCAN
+from penstock.rules.reasons import code_of
 from penstock.rules.waiting import EXTRACTOR, HOST, TOPIC
 
 if TYPE_CHECKING:
@@ -32,18 +33,11 @@ if TYPE_CHECKING:
     from penstock.ports import Clock, StoreFacts, UnitOfWork
     from penstock.ports.reports import Audit
 
-LOW, VERY_LOW = 1 << 30, 64 << 20  # bytes of free disk space: below them warn, and fail
+MAX_SKEW = 5.0  # seconds between two clocks
 PROBE = (
     'from penstock import Pipeline\np = Pipeline("doctor")\n@p.extract\n'
     'def probe(page):\n    yield {"url": page.url}\n'
 )
-
-
-class Finding(NamedTuple):
-    check: str
-    result: Literal["ok", "warn", "fail"]
-    found: str
-    fix: str = ""
 
 
 class Probe(Protocol):
@@ -67,6 +61,9 @@ class StoreFile(Protocol):
 
     def check(self) -> list[str]:
         """Return a sentence about each damage that was found."""
+
+    def server_time(self) -> float | None:
+        """Return the time of the server's clock, or None for a file."""
 
 
 # -- the machine -----------------------------------------------------------------------------------
@@ -96,7 +93,7 @@ def machine(config: Config, facts_of: Callable[[Path], StoreFacts]) -> Iterator[
         )
     else:
         yield Finding("file system", "ok", f"{kind or 'unknown kind'}, under {there}")
-    yield _space(there)
+    yield check_disk(folder, there, time.time())
     if not os.access(there, os.W_OK):
         yield Finding(
             "permissions",
@@ -125,25 +122,6 @@ def machine(config: Config, facts_of: Callable[[Path], StoreFacts]) -> Iterator[
         )
 
 
-def _space(there: Path) -> Finding:
-    free = shutil.disk_usage(there).free
-    if free < VERY_LOW:
-        return Finding(
-            "disk",
-            "fail",
-            f"{size(free)} free under {there}",
-            "free some space: without it, no event can be accepted or end (no event is lost)",
-        )
-    if free < LOW:
-        return Finding(
-            "disk",
-            "warn",
-            f"{size(free)} free under {there}",
-            "free some space, or lower pages.max_bytes and pages.keep",
-        )
-    return Finding("disk", "ok", f"{size(free)} free")
-
-
 # -- settings and the pipeline ---------------------------------------------------------------------
 
 
@@ -151,7 +129,7 @@ def settings(
     loaded: Loaded,
     file: str | None,
     *,
-    open_sinks: Callable[[Pipeline, Path], object],
+    openings: Callable[[Config, Pipeline], Iterable[Opening]],
     open_sandbox: Callable[[Path], Probe],
 ) -> Iterator[Finding]:
     yield Finding(
@@ -169,7 +147,7 @@ def settings(
                 from penstock.authoring.load import load_to_run
 
                 pipeline = load_to_run(path)
-                open_sinks(pipeline, Path.cwd())
+                to_open = list(openings(loaded.config, pipeline))
                 yield Finding(
                     "pipeline",
                     "ok",
@@ -179,6 +157,7 @@ def settings(
             except PenstockError as e:
                 yield Finding("pipeline", "fail", e.message, e.hint)
                 return
+            yield from open_all(to_open)
         else:
             path.write_text(PROBE)
         yield asyncio.run(_sandbox(open_sandbox(path)))
@@ -208,7 +187,16 @@ async def _sandbox(sandbox: Probe) -> Finding:
 # -- the store -------------------------------------------------------------------------------------
 
 
-def store(uow: UnitOfWork, db: StoreFile, clock: Clock, workers: Path) -> Iterator[Finding]:
+def store(
+    uow: UnitOfWork,
+    db: StoreFile,
+    clock: Clock,
+    workers: Path,
+    *,
+    lease: float,
+    has_members: bool,
+) -> Iterator[Finding]:
+    """Check the ledger. `has_members`: it records heartbeats, because the broker is external."""
     problems = db.check()
     if problems:
         yield Finding(
@@ -233,27 +221,64 @@ def store(uow: UnitOfWork, db: StoreFile, clock: Clock, workers: Path) -> Iterat
     yield _accounting(audit)
     yield _queue(audit)
     yield from _workers(uow, workers, audit)
-    yield from _sinks(uow, audit, one_machine=file is not None)
+    yield from _silent_workers(workers, lease, now)
+    if has_members:
+        yield from _ended_members(uow, workers, now)
+    yield from check_sinks(uow, audit, one_machine=file is not None, now=now)
     yield from _pages(uow)
-    if audit.future > now + 5:
-        yield Finding(
+    yield _clock(audit, db, clock)
+    yield from _waits(uow)
+
+
+def _clock(audit: Audit, db: StoreFile, clock: Clock) -> Finding:
+    """Compare the clock of this machine with the ledger and with the server's clock."""
+    server = db.server_time()
+    now = clock.now()
+    wrong = None if server is None else compare_clocks(server - now, db.path)
+    if wrong is not None:
+        return wrong
+    if audit.future > now + MAX_SKEW:
+        return Finding(
             "clock",
             "fail",
             f"events were accepted {lasting(audit.future - now)} in the future",
             "set the clocks of all machines by NTP",
+            "clock.behind_ledger",
         )
-    else:
-        yield Finding("clock", "ok", "not behind the newest event in the ledger")
-    yield from _waits(uow)
+    return Finding("clock", "ok", "not behind the newest event in the ledger")
+
+
+def compare_clocks(skew: float, server: str) -> Finding | None:
+    """Return a finding if the server's clock is too far ahead (`skew` > 0) or behind, or None."""
+    if abs(skew) <= MAX_SKEW:
+        return None
+    direction = "behind" if skew > 0 else "ahead of"
+    return Finding(
+        "clock",
+        "fail",
+        f"the clock of this machine is {lasting(abs(skew))} {direction} the clock of {server}",
+        "set the clocks of all machines by NTP: leases and windows depend on them",
+        "clock.differs",
+    )
 
 
 def _waits(uow: UnitOfWork) -> Iterator[Finding]:
-    """Report open breakers, and other causes that only an operator ends."""
+    """Report open breakers (wrong), and other causes that only an operator ends (warnings)."""
     for w in uow.snapshot(waits_in):
-        kind = "paused" if w.cause.startswith((TOPIC, HOST, EXTRACTOR)) else "waiting"
+        broken = code_of(w.reason) in (Reason.BREAKER, Reason.BREAKER_HOSTS)
+        paused = w.cause.startswith((TOPIC, HOST, EXTRACTOR))
         waiting = f", {plural(w.events, 'event')} waiting" if w.events else ""
         why = f": {w.reason}" if w.reason else ""
-        yield Finding(kind, "warn", f"{w.what}{waiting}{why}", w.next_step)
+        kind = "breaker" if broken else "paused" if paused else "waiting"
+        yield Finding(
+            "paused" if paused else "waiting",
+            "fail" if broken else "warn",
+            f"{w.what}{waiting}{why}",
+            f"read `penstock dlq ls`, mend the cause, then run `{w.next_step}`"
+            if broken
+            else w.next_step,
+            f"{kind}.{w.cause.partition(':')[0]}",
+        )
 
 
 def _accounting(a: Audit) -> Finding:
@@ -344,88 +369,39 @@ def _workers(uow: UnitOfWork, directory: Path, a: Audit) -> Iterator[Finding]:
         )
 
 
-def _sinks(uow: UnitOfWork, a: Audit, *, one_machine: bool) -> Iterator[Finding]:
-    for name, noted, rows in a.outbox:
-        if noted != rows:
+def _silent_workers(directory: Path, lease: float, now: float) -> Iterator[Finding]:
+    """Report workers of this machine that run without a heartbeat within their lease."""
+    for sign in sorted(directory.glob("*.alive")):
+        worker, seconds = sign.name.removesuffix(".alive"), locks.silence(sign, now)
+        if seconds > lease and locks.holder_alive(sign):
             yield Finding(
-                "outbox",
+                "workers",
                 "fail",
-                f"{name}: {noted:,} rows should be waiting, {rows:,} are",
-                "keep a copy of the state directory, and report this",
+                f"worker {worker} runs and has been silent for {lasting(seconds)} "
+                f"(lease {lasting(lease)})",
+                f"look at process {_pid(worker)}: resume it if it is stopped (kill -CONT), or end "
+                "it: the next worker takes over its work",
+                "worker.silent",
             )
-    for sink in uow.snapshot(lambda tx: tx.status_reports.sinks()):
-        waiting = f", {plural(sink.backlog, 'row')} waiting" if sink.backlog else ""
-        path = _file_of(sink.name)
-        end = (
-            _recorded_end(sink.mark)
-            if one_machine or path is None
-            else _local_recorded_end(sink.mark, path)
-        )
-        if path is None or end is None:
+
+
+def _ended_members(uow: UnitOfWork, directory: Path, now: float) -> Iterator[Finding]:
+    """Report workers of all machines whose heartbeats have ended."""
+    for worker, until in uow.snapshot(lambda tx: tx.members.silent(now)):
+        if not (directory / f"{worker}.alive").exists():
             yield Finding(
-                "sink", "ok", f"{sink.name}: {plural(sink.flushed, 'row')} written{waiting}"
-            )
-            continue
-        try:
-            there = path.stat().st_size
-        except OSError:
-            result: Literal["ok", "warn"] = "warn" if end else "ok"
-            yield Finding(
-                "sink",
-                result,
-                f"{sink.name}: the file does not exist, {size(end)} were written to it{waiting}",
-                "it was moved or removed, and the next rows start a new file" if end else "",
-            )
-            continue
-        if there < end:
-            yield Finding(
-                "sink",
-                "fail",
-                f"{sink.name}: the file has {there:,} bytes, {end:,} were written",
-                "the file was cut or replaced: restore it,"
-                " or write the missing rows again with push --force",
-            )
-        elif there > end:
-            yield Finding(
-                "sink",
+                "workers",
                 "warn",
-                f"{sink.name}: {there - end:,} bytes after the recorded mark{waiting}",
-                "a write was interrupted or is running, and the next `penstock run` repairs it",
-            )
-        else:
-            yield Finding(
-                "sink",
-                "ok",
-                f"{sink.name}: {plural(sink.flushed, 'row')}, ends at the mark{waiting}",
+                f"worker {worker} ended without shutdown, or is silent since its lease ended "
+                f"{lasting(now - until)} ago",
+                "other workers take over its work. If its process still runs, end it",
+                "worker.gone",
             )
 
 
-def _local_recorded_end(mark: str, path: Path) -> int | None:
-    """Return the recorded end of this machine's file, or None if the mark does not contain it.
-
-    The mark of a fleet's sink has one entry for each machine's file.
-    """
-    with contextlib.suppress(OSError, ValueError):
-        ino, host, noted = path.stat().st_ino, socket.gethostname(), json.loads(mark)
-        known = [noted, *noted.get("others", ())] if isinstance(noted, dict) else []
-        here = [each for each in known if each.get("ino") == ino]
-        return int(max(here, key=lambda each: each.get("host") == host)["at"]) if here else None
-    return None
-
-
-def _recorded_end(mark: str) -> int | None:
-    """Return the recorded size of the file, or None if the mark does not describe a file."""
-    try:
-        found = json.loads(mark)
-    except ValueError:
-        return None
-    end = found.get("at") if isinstance(found, dict) else found
-    return end if isinstance(end, int) else None
-
-
-def _file_of(name: str) -> Path | None:
-    scheme, _, path = name.partition(":")
-    return Path(path.partition("?")[0]) if scheme in ("jsonl", "csv") and path else None
+def _pid(worker: str) -> str:
+    """Return the process id in a worker id: HOST-PID-SUFFIX."""
+    return worker.rpartition("-")[0].rpartition("-")[2]
 
 
 def _pages(uow: UnitOfWork) -> Iterator[Finding]:

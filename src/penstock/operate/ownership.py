@@ -13,8 +13,9 @@ import msgspec
 
 from penstock import locks
 from penstock.errors import PenstockError, StoreRefused, StoreUnavailable
-from penstock.operate.doctor import Finding, StoreFile
+from penstock.operate.doctor import StoreFile
 from penstock.operate.figures import joined, plural
+from penstock.operate.findings import Finding
 from penstock.ports import Clock, Durability, Transaction, UnitOfWork
 
 HEARTBEAT_INTERVAL = 10.0  # seconds

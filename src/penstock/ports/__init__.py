@@ -46,7 +46,7 @@ from penstock.ports.outbox import Line, OutboxTable, RecordsOfEvent
 from penstock.ports.owner import StoreOwner
 from penstock.ports.pages import PageIndex, PageStore, StagedPages
 from penstock.ports.queue import Members, Outgoing, Queue, QueueReports
-from penstock.ports.sink import FileSink, Reopen, Row, Sink, TableSink
+from penstock.ports.sink import FileSink, ProbedSink, Reopen, Row, Sink, TableSink
 from penstock.ports.source import (
     Batch,
     Finding,
@@ -118,6 +118,7 @@ __all__ = [
     "PageMeta",
     "PageStore",
     "Partitioned",
+    "ProbedSink",
     "ProxyHealth",
     "Published",
     "Queue",

@@ -67,6 +67,12 @@ class OutboxTable(Protocol):
     def mark_flushed(self, sink: str, *, upto: int, mark: str) -> None:
         """Record the position of a sink, and delete the rows up to it."""
 
+    def outage(self, sink: str) -> str:
+        """Return why the sink took no rows when it was last tried, or "" if it took them."""
+
+    def set_outage(self, sink: str, reason: str, *, since: float | None) -> None:
+        """Record why the sink takes no rows, or "" if it takes them again."""
+
     def backlog(self, sink: str) -> int:
         """Return how many rows are not flushed."""
 

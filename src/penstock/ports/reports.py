@@ -83,6 +83,8 @@ class SinkState(msgspec.Struct, frozen=True, kw_only=True):
     flushed: int  # number of the last flushed row
     backlog: int  # rows that are not flushed
     mark: str  # recorded mark of the target after the last flushed row
+    outage: str = ""  # why the target took no rows at the last try, "" if it took them
+    outage_since: float | None = None
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):

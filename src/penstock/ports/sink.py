@@ -57,6 +57,18 @@ class Sink(Protocol):
 
 
 @runtime_checkable
+class ProbedSink(Sink, Protocol):
+    """A sink that `penstock doctor` can check while workers write to it."""
+
+    def probe(self) -> None:
+        """Check that the target can be reached and written to, and change nothing.
+
+        Takes no lock and creates no file or table. Blocking. May run beside `open` and `write` of
+        another process. Raises OSError or PenstockError if the target cannot be used.
+        """
+
+
+@runtime_checkable
 class FileSink(Sink, Protocol):
     """A sink whose target is a file that can be truncated.
 

@@ -84,6 +84,10 @@ class ClaimServer(ExternalClaims, HostAccess, Protocol):
     hosts: HostTable
     proxies: FleetProxyHealth
 
+    @property
+    def skew(self) -> float:
+        """Seconds by which the server's clock was ahead of this machine's at the last refresh."""
+
 
 def proxies_of(claims: SqlClaims | ClaimServer, clock: Clock) -> FleetProxyHealth:
     """Return the health of proxies, which is in the same store as the claims."""

@@ -12,6 +12,8 @@ from penstock.config.schema import Config
 from penstock.engine.flusher import Flusher
 from penstock.engine.relay import RelayChores
 from penstock.errors import StoreUnavailable
+from penstock.locks import WorkerLock
+from penstock.operate.disk import record_sample
 from penstock.ports import Clock, Transaction
 from penstock.runtime.stores import Stores
 from penstock.stores.migrations.versions import newest, read_version
@@ -23,8 +25,11 @@ RETENTION_INTERVAL = 60.0  # seconds
 class PeriodicWork:
     """Tasks that run until they are cancelled."""
 
-    def __init__(self, config: Config, stores: Stores, flushers: Sequence[Flusher]) -> None:
+    def __init__(
+        self, config: Config, stores: Stores, flushers: Sequence[Flusher], lock: WorkerLock
+    ) -> None:
         self._config, self._stores, self._flushers = config, stores, flushers
+        self._lock = lock
         self._clock = stores.clock
         self.backlog = 0  # rows that wait for the slowest sink of this process
         self.store_changed = asyncio.Event()  # another release has migrated the store
@@ -40,6 +45,7 @@ class PeriodicWork:
             try:
                 await self._stores.claims.refresh()
                 if beats % 10 == 0:
+                    self._lock.beat()
                     await self.check_store_version()
                     if self._config.proxies:
                         await self._stores.proxies.refresh()
@@ -53,6 +59,10 @@ class PeriodicWork:
                     await self._stores.breakers.refresh()
                     await self.remove()
                     self.backlog = max([await f.backlog() for f in self._flushers], default=0)
+                if beats % int(RETENTION_INTERVAL * 10) == 1:
+                    await asyncio.to_thread(
+                        record_sample, self._config.state.dir, self._clock.now()
+                    )
                 if beats % int(RETENTION_INTERVAL * 10) == 0:
                     await self._stores.proxies.prune()
                     await retain(

@@ -46,6 +46,7 @@ from penstock.ports import Clock, Durability, Extraction, TableSink, Transaction
 from penstock.rules import retry
 from penstock.rules.masking import mask
 from penstock.rules.waiting import Waiting
+from penstock.runtime import sink_watch
 from penstock.runtime.fetching import (
     SOURCE_BODY,
     exceptions,
@@ -112,6 +113,7 @@ class WorkerProcess:
         self.proxies: Proxies | None = None  # None if this process does not fetch
         self._wake_set = False
         self.stuck: Sequence[Waiting] = ()  # what the last events wait for, under --until-idle
+        self._gave_up: sink_watch.SinkGaveUp | None = None
 
     # -- run and shutdown --------------------------------------------------------------------------
 
@@ -126,6 +128,7 @@ class WorkerProcess:
             self.stores = open_stores(self.config, worker=self.id, clock=self.clock)
             closing.callback(self.stores.close)
             lock = WorkerLock(self.stores.workers_directory, self.id, status=status_text())
+            self._lock = lock
             lock.acquire()
             closing.callback(lock.release)
             closing.push_async_callback(self.stores.stop)
@@ -161,6 +164,7 @@ class WorkerProcess:
             await self.stores.breakers.refresh()
             background = self._start_background(hooks)
             closing.push_async_callback(cancel_all, background, timeout=self._longest_end)
+            await sink_watch.wait_until_open(self.flushers, stop)
             self._open_workers(fetcher, extraction, suspects, hooks)
             if opened is not None:
                 opened(self)
@@ -172,13 +176,9 @@ class WorkerProcess:
                     raise
             if self._periodic.store_changed.is_set():
                 return CONFIGURATION if until_idle else OK
-            for f in self.flushers:
-                if not await f.drain(self.config.grace):
-                    log.warning(
-                        "sink %s: %s. They stay in the outbox for the next run",
-                        f.sink.name,
-                        f.down or "rows are still waiting",
-                    )
+            await sink_watch.drain(self.flushers, self.config.grace)
+            if self._gave_up is not None:
+                raise self._gave_up
             for line in lines_about(self.stuck):
                 log.error("the rest waits: %s", line)
             failed = (
@@ -201,7 +201,7 @@ class WorkerProcess:
         work = {f"flush {f.sink.name}": f.run() for f in self.flushers}
         if hooks is not None:
             work["hooks"] = hooks.run()
-        self._periodic = PeriodicWork(self.config, self.stores, self.flushers)
+        self._periodic = PeriodicWork(self.config, self.stores, self.flushers, self._lock)
         work["upkeep"] = self._periodic.maintain()
         work["membership"] = self._membership.keep()
         if self.stores.relay_chores is not None:
@@ -251,13 +251,16 @@ class WorkerProcess:
         return 2 * self.config.grace + END_SPARE
 
     async def _until_idle(self) -> None:
-        """Wait until the pipeline is idle, or until all open events wait for an operator.
+        """Wait until the pipeline is idle, waits for an operator, or has a sink that is stuck.
 
         The pipeline is idle when every source is read and every accepted event has ended. All rows
         must be in their sinks, and hooks must have run for all changes. If a topic is paused, the
         call waits only until no worker of this process holds a delivery.
         """
         while True:
+            self._gave_up = sink_watch.stuck_sink(self.flushers, self.config.sink.give_up_after)
+            if self._gave_up is not None:
+                return
             with contextlib.suppress(StoreUnavailable):
                 # Check the readers first. Their last findings are then in the ledger when the
                 # ledger is checked.

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import logging
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from penstock.authoring.pipeline import Pipeline, SourceSpec
 from penstock.clock import SystemClock
 from penstock.config.schema import Config
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PenstockError
 from penstock.fetching.source_client import SourceWeb
 from penstock.fetching.stage import FetchStage
 from penstock.intake.mapping import Mapping as SourceMapping
 from penstock.model import mint
 from penstock.ports import ServedSource, Sink, Source
+from penstock.rules.masking import mask
 from penstock.runtime.fetching import SOURCE_BODY, fetch_options, open_fetcher
 from penstock.runtime.stores import Politeness, adapter
 from penstock.sources.base import SourceContext
+
+log = logging.getLogger("penstock")
 
 
 def open_sources(pipeline: Pipeline, context: SourceContext) -> list[tuple[Source, SourceSpec]]:
@@ -36,11 +41,25 @@ def open_sinks(pipeline: Pipeline, base: Path) -> list[tuple[Sink, tuple[str, ..
     """
     found: list[tuple[Sink, tuple[str, ...]]] = []
     for spec in pipeline.sinks:
-        sink: Sink = adapter("sinks", spec.url)(spec.url, dict(spec.options), base)
+        sink = _make_sink(spec.url, dict(spec.options), base)
         if any(sink.name == other.name for other, _ in found):
             raise ConfigError(f"two sinks write to {sink.name}", hint="give each its own file")
         found.append((sink, spec.only))
     return found
+
+
+def _make_sink(url: str, options: Mapping[str, Any], base: Path) -> Sink:
+    try:
+        sink: Sink = adapter("sinks", url)(url, options, base)
+    except PenstockError:
+        raise
+    except Exception as e:
+        log.error("bug in the sink %s", mask(url), exc_info=e)
+        raise ConfigError(
+            f"sink {mask(url)} cannot be made: bug in the sink: {e!r}",
+            hint="read the traceback above, and mend the sink",
+        ) from e
+    return sink
 
 
 def check_sources(pipeline: Pipeline, config: Config) -> None:

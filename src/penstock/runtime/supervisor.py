@@ -21,10 +21,13 @@ from penstock.errors import OK, RAN_WITH_FAILURES, UNREACHABLE, PenstockError
 from penstock.extraction.zygote_main import die_with, keep_freed_memory
 from penstock.runtime.early_signals import sigterm_received
 from penstock.runtime.process import WorkerProcess
+from penstock.runtime.sink_watch import SinkGaveUp
 
 log = logging.getLogger("penstock")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 RESTART_DELAY = 1.0  # least seconds between two starts of a worker
+# Exit code of a worker that gave a sink up. The run ends with UNREACHABLE, and starts no other one.
+GAVE_UP = 64 + UNREACHABLE
 
 
 def run_command(
@@ -151,7 +154,9 @@ def _supervise(work: Callable[[], int], n: int) -> int:
             pid, status = os.wait()
             started = children.pop(pid, 0.0)
             code = os.waitstatus_to_exitcode(status)
-            if not stopping and (code < 0 or (code == UNREACHABLE and pid in replacements)):
+            replaced = pid in replacements and code != GAVE_UP
+            code = UNREACHABLE if code == GAVE_UP else code
+            if not stopping and (code < 0 or (code == UNREACHABLE and replaced)):
                 log.warning(
                     "worker %d %s: starting another worker",
                     pid,
@@ -187,7 +192,7 @@ def _child(work: Callable[[], int], parent: int) -> int:
             file=sys.stderr,
             flush=True,
         )
-        return e.exit_code
+        return GAVE_UP if isinstance(e, SinkGaveUp) else e.exit_code
     except KeyboardInterrupt:
         return 130
     except BaseException:

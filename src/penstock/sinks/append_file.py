@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import stat
@@ -255,6 +256,10 @@ class AppendingSink:
     def restore(self, mark: str) -> None:
         self._file.restore(mark)
 
+    def probe(self) -> None:
+        """See ports.ProbedSink.probe."""
+        probe_file(self.path)
+
     def close(self) -> None:
         self._file.close()
 
@@ -287,6 +292,20 @@ class Lines:
         end = found + 1 if found >= 0 else len(self._buffer) - self._buffer.endswith(b"\r")
         line, self._buffer = self._buffer[:end], self._buffer[end:]
         return line
+
+
+def probe_file(path: Path) -> None:
+    """Raise OSError if the file cannot be opened for writing, or cannot be created."""
+    with contextlib.suppress(FileNotFoundError):
+        os.close(os.open(path, os.O_RDWR | os.O_APPEND))
+        return
+    directory = Path(os.path.realpath(path)).parent
+    while not directory.exists():
+        directory = directory.parent
+    if not directory.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(directory))
 
 
 def sync_directory(directory: Path) -> None:

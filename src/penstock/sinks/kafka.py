@@ -40,6 +40,8 @@ _api: Any = _admin  # the library does not export these names to type checkers
 MAX_MESSAGE = 20 << 20
 # Record keys whose last order is cached, so that an older record is not written after a newer one.
 _MAX_CACHED_KEYS = 100_000
+# Seconds for the list of topics, the first answer of the server. A start waits for it.
+_OPEN_TIMEOUT = 5.0
 _TOO_LARGE = (KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE)
 _IMPOSSIBLE = (
     KafkaError.INVALID_REPLICATION_FACTOR,
@@ -175,7 +177,7 @@ class KafkaSink:
 
     def _create_topic_if_missing(self, admin: Any) -> None:
         o, topic = self.options, self.topic
-        cluster = admin.list_topics(timeout=topic.timeout)
+        cluster = admin.list_topics(timeout=min(topic.timeout, _OPEN_TIMEOUT))
         if topic.name in cluster.topics and cluster.topics[topic.name].error is None:
             return
         config = {"max.message.bytes": str(MAX_MESSAGE)}
@@ -237,6 +239,15 @@ class KafkaSink:
         if producer is not None:
             producer.purge()  # unsent messages are not recorded, and are written again
             producer.flush(1.0)
+
+    def probe(self) -> None:
+        """See ports.ProbedSink.probe."""
+        client = self.topic.client() | {"error_cb": self._on_error}
+        try:
+            admin: Any = AdminClient(client | self.topic.rdkafka)
+            admin.list_topics(timeout=min(self.topic.timeout, _OPEN_TIMEOUT))
+        except KafkaException as e:
+            raise self._unavailable(error_of(e), "opening") from None
 
     def _mark(self) -> str:
         return msgspec.json.encode(Mark(self.shape.fields, self._id)).decode()

@@ -29,6 +29,14 @@ _OPTIONS = ("table", "schema", "mode", "max_columns")
 MAX_COLUMNS = 400  # a row of more long texts does not fit into a block of the server (8 kB)
 
 
+# Both columns are NULL without the schema. The second column is NULL without the table.
+_PRIVILEGES = """
+SELECT (SELECT has_schema_privilege(oid, 'CREATE') FROM pg_namespace WHERE nspname = ?1),
+  (SELECT has_table_privilege(c.oid, 'INSERT') FROM pg_class c
+   JOIN pg_namespace n ON n.oid = c.relnamespace WHERE n.nspname = ?1 AND c.relname = ?2)
+"""
+
+
 class PostgresSink(PositionedSink):
     """PostgreSQL sink. Through the outbox: `open`, then `write`. In the ledger's database:
     `prepare_in` once, then `write_in`, without the outbox.
@@ -75,6 +83,24 @@ class PostgresSink(PositionedSink):
 
     def close(self) -> None:
         self._wire.close()
+
+    def probe(self) -> None:
+        """See ports.ProbedSink.probe."""
+        wire = Wire(self.address.options, {"lock_timeout": "2s", "statement_timeout": "5s"})
+        try:
+            wire.open()
+            may_create, may_insert = wire.execute(_PRIVILEGES, (self._schema, self.table.name)).get
+        except psycopg.Error as e:
+            error = refusal(e, self.address, self._schema)
+            raise StoreUnavailable(error.message, hint=error.hint) from e
+        finally:
+            wire.close()
+        if may_insert is False or (may_insert is None and not may_create):
+            raise StoreUnavailable(
+                f"{self.name}: this user may not write to the table",
+                hint=f"GRANT INSERT, UPDATE, DELETE ON {self._schema}.{self.table.name}, "
+                f"or CREATE ON SCHEMA {self._schema}, to this user",
+            )
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[Tx]:

@@ -16,6 +16,7 @@ import apsw
 
 from penstock.errors import ConfigError, StoreUnavailable
 from penstock.ports import Reopen, Row
+from penstock.sinks.append_file import probe_file
 from penstock.sinks.columns import ORDER, ColumnTable, PositionedSink
 from penstock.sinks.common import (
     PREFIX,
@@ -27,7 +28,7 @@ from penstock.sinks.common import (
     option_max_columns,
 )
 from penstock.stores.sql import Tx
-from penstock.stores.sqlite_connection import Connection
+from penstock.stores.sqlite_connection import Connection, read_only
 
 _PENSTOCK_COLUMNS = dict.fromkeys(PROVENANCE_COLUMNS, "TEXT") | {
     PREFIX + "version": "INTEGER",
@@ -242,6 +243,17 @@ class SqliteSink(PositionedSink):
         if self._db is not None:
             db, self._db = self._db, None
             db.close()
+
+    def probe(self) -> None:
+        """See ports.ProbedSink.probe."""
+        probe_file(self.path)
+        if self.path.exists():
+            with _outages(self.path):
+                db = read_only(str(self.path), 2.0)
+                try:
+                    db.execute("SELECT count(*) FROM sqlite_schema").fetchall()
+                finally:
+                    db.close()
 
     # -- in the ledger's transaction ---------------------------------------------------------------
 

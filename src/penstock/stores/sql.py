@@ -110,6 +110,9 @@ class SqlStore(Protocol):
     def check(self) -> list[str]:
         """Check the integrity of the store. Return one sentence per problem."""
 
+    def server_time(self) -> float | None:
+        """Return the time of the server's clock, or None for a store without a server."""
+
     async def close(self) -> None: ...
 
     def close_now(self) -> None: ...

@@ -130,6 +130,10 @@ class Database(GroupCommitStore):
         """As SqlStore.lock. A file lock suffices: all processes that share the file are local."""
         return FileLock(path)
 
+    def server_time(self) -> float | None:
+        """As SqlStore.server_time. The file has no server."""
+        return None
+
     def check(self) -> list[str]:
         """As SqlStore.check. Slow on large files: used by doctor, and by starts after a crash."""
         try:

@@ -276,6 +276,11 @@ class RedisClaims(HostView):
     def _local(self, moment: float) -> float:
         return self.clock.local(moment)
 
+    @property
+    def skew(self) -> float:
+        """See runtime.assembly.ClaimServer."""
+        return self.clock.offset
+
     async def refresh(self) -> None:
         """Read the shared state of hosts into the local view, and compare the clocks.
 

@@ -22,7 +22,7 @@ CREATE TABLE record(extractor TEXT NOT NULL, key TEXT NOT NULL, url_key BLOB NOT
 CREATE INDEX record_url ON record(url_key);
 CREATE TABLE sink(id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE,
   next INTEGER NOT NULL DEFAULT 1, flushed INTEGER NOT NULL DEFAULT 0,
-  mark TEXT NOT NULL DEFAULT '');
+  mark TEXT NOT NULL DEFAULT '', outage TEXT NOT NULL DEFAULT '', outage_since REAL);
 CREATE TABLE outbox(sink INTEGER NOT NULL, n INTEGER NOT NULL, key TEXT NOT NULL,
   body BLOB NOT NULL, ord INTEGER NOT NULL,
   PRIMARY KEY(sink, n)) WITHOUT ROWID;
@@ -170,6 +170,15 @@ class SqlOutbox:
         id_ = self._sink_id(sink)
         self._tx.execute("UPDATE sink SET flushed=?, mark=? WHERE id=?", (upto, mark, id_))
         self._tx.execute("DELETE FROM outbox WHERE sink=? AND n<=?", (id_, upto))
+
+    def outage(self, sink: str) -> str:
+        return str(self._tx.execute("SELECT outage FROM sink WHERE name=?", (sink,)).get or "")
+
+    def set_outage(self, sink: str, reason: str, *, since: float | None) -> None:
+        self._tx.execute(
+            "UPDATE sink SET outage=?, outage_since=? WHERE id=?",
+            (reason, since, self._sink_id(sink)),
+        )
 
     def backlog(self, sink: str) -> int:
         return int(

@@ -146,9 +146,16 @@ class SqlReports(SqlDeadLetterReports):
 
     def sinks(self) -> list[SinkState]:
         return [
-            SinkState(name=name, flushed=flushed, backlog=next_ - 1 - flushed, mark=mark)
-            for name, next_, flushed, mark in self._tx.execute(
-                "SELECT name, next, flushed, mark FROM sink ORDER BY id"
+            SinkState(
+                name=name,
+                flushed=flushed,
+                backlog=next_ - 1 - flushed,
+                mark=mark,
+                outage=outage,
+                outage_since=since,
+            )
+            for name, next_, flushed, mark, outage, since in self._tx.execute(
+                "SELECT name, next, flushed, mark, outage, outage_since FROM sink ORDER BY id"
             )
         ]
 

@@ -203,6 +203,15 @@ class PostgresStore(GroupCommitStore):
             return [e.message]
         return []
 
+    def server_time(self) -> float | None:
+        """As SqlStore.server_time."""
+        now: float = self.read_now(
+            lambda tx: (
+                tx.execute("SELECT extract(epoch FROM clock_timestamp())::double precision").get
+            )
+        )
+        return now
+
     # -- writing -----------------------------------------------------------------------------------
 
     async def write(
