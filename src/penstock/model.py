@@ -466,6 +466,9 @@ class Ack(msgspec.Struct, frozen=True, tag=True):
 class Retry(msgspec.Struct, frozen=True, tag=True):
     delay: float
     reason: str
+    # This worker can never process the message. A broker that chooses the worker by the message's
+    # key should choose another worker.
+    elsewhere: bool = False
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):

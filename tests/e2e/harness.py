@@ -108,7 +108,7 @@ class Running:
         self.log = project.dir / f"run-{len(project.started)}.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [*PENSTOCK, *args],
+                [*project.command, *args],
                 cwd=project.dir,
                 env=project.env,
                 stdin=subprocess.DEVNULL,
@@ -146,6 +146,7 @@ class Project:
 
     def __init__(self, directory: Path) -> None:
         self.dir = directory
+        self.command: tuple[str, ...] = PENSTOCK
         self.mark = uuid.uuid4().hex
         self.env = {
             name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")
@@ -178,7 +179,7 @@ class Project:
 
     def penstock(self, *args: str, input: str | None = None, timeout: float = 300.0) -> Done:
         found = subprocess.run(
-            [*PENSTOCK, *args],
+            [*self.command, *args],
             cwd=self.dir,
             env=self.env,
             input=input,

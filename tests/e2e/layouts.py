@@ -10,6 +10,7 @@ from tests.servers import Handle
 
 Server = Callable[[str], Handle]
 NEEDS: dict[str, tuple[str, ...]] = {
+    "embedded": (),
     "apart": (),  # broker and ledger in separate files: only the relay is added
     "redis": ("redis",),
     "rabbitmq": ("rabbitmq",),

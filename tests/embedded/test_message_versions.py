@@ -67,7 +67,7 @@ async def test_a_newer_message_waits_for_a_newer_worker_and_is_never_a_dead_lett
     assert rig.sql("SELECT 1 FROM dead") == []
     assert rig.count("unreadable") == 0
     with newer_release():
-        for _ in range(int(NEWER_MAX_DELAY)):
+        for _ in range(int(1.5 * NEWER_MAX_DELAY)):
             if begun := await rig.begin(await rig.admit()):
                 break
             await pass_time(rig, 1.0)
@@ -80,7 +80,7 @@ async def test_an_event_that_waits_for_days_is_offered_every_few_minutes(rig: Ri
         await rig.accept("e1")
     for _ in range(60):
         await rig.admit()
-        await pass_time(rig, NEWER_MAX_DELAY)
+        await pass_time(rig, 1.5 * NEWER_MAX_DELAY)
     ((before,),) = rig.sql("SELECT count(*) FROM history")
     for _ in range(100):
         assert await rig.admit() == []
@@ -95,9 +95,11 @@ async def test_a_newer_message_without_an_event_in_the_ledger_is_offered_again(r
         body = encode_event(event_of(URL, id_="x1"))
     await publish(rig, body)
     assert await rig.admit() == []
-    await pass_time(rig, NEWER_DELAY + 1)
+    await pass_time(rig, 1.5 * NEWER_DELAY)
     (delivery,) = await rig.receive()
-    assert (delivery.id, delivery.key, delivery.body) == ("x1", "shop.test", body)
+    assert (delivery.id, delivery.body) == ("x1", body)
+    if isinstance(rig, ApartRig):
+        assert delivery.key != "shop.test", "Kafka must choose another partition"
     assert rig.sql("SELECT 1 FROM dead") == []
 
 

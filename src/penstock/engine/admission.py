@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from zlib import crc32
 
 import msgspec
 
@@ -37,7 +38,8 @@ from penstock.rules.reasons import sentence
 from penstock.rules.waiting import HOST
 
 PARK_AFTER = 10.0  # seconds. If a slot is further away, the event is delayed in the ledger.
-# Seconds until a message of a newer release is offered again, at first and at most.
+# Seconds until a message of a newer release is offered again, at first and later. Up to a half is
+# added.
 NEWER_DELAY, NEWER_MAX_DELAY = 12.0, 300.0
 HOLD_AFTER = 0.05  # seconds. If a slot is further away, the broker holds the host until then.
 ALREADY_SETTLED = Admitted(verdict="settled")
@@ -218,11 +220,12 @@ class Admission:
         """
         state = state_of(tx, d.id)
         age = 0.0 if state is None else now - state.accepted_at
-        delay = min(max(NEWER_DELAY, age / 4), NEWER_MAX_DELAY)
+        # Spread the messages: this worker pauses after the first one, so others get the next ones.
+        delay = min(max(NEWER_DELAY, age / 4), NEWER_MAX_DELAY) * (1 + crc32(d.id.encode()) / 2**33)
         reason = sentence(Reason.NEWER, error.what, error.version, error.known)
         if state is not None and state.status in ("pending", "delayed"):
             tx.events.delay_unread(state, now + delay, reason, now)
-        return Retry(delay, reason)
+        return Retry(delay, reason, elsewhere=True)
 
     def _dead_letter_for_bad_envelope(
         self, tx: Transaction, d: Delivery, error: BadEnvelope, now: float

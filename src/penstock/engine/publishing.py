@@ -19,12 +19,16 @@ def message_for(event: Event, body: bytes) -> Out:
     )
 
 
-def message_again(d: Delivery, *, not_before: float) -> Out:
-    """Return the message of a delivery, to be published when it is due."""
+def message_again(d: Delivery, *, not_before: float, elsewhere: bool = False) -> Out:
+    """Return the message of a delivery, to be published when it is due.
+
+    With `elsewhere` its key differs each time, because Kafka chooses the partition by the key, and
+    so the worker. No reader needs the key of the message: the envelope has the host key.
+    """
     return Out(
         topic=d.topic,
         id=d.id,
-        key=d.key,
+        key=f"{d.id}@{not_before:.0f}" if elsewhere else d.key,
         body=d.body,
         headers=d.headers,
         priority=d.priority,

@@ -326,7 +326,8 @@ class RelayedQueue:
         now = self._relay.clock.now()
         for d, outcome in items:
             if isinstance(outcome, Retry) and outcome.delay > PARK_AFTER:
-                self.enqueue([message_again(d, not_before=now + outcome.delay)])
+                due = now + outcome.delay
+                self.enqueue([message_again(d, not_before=due, elsewhere=outcome.elsewhere)])
                 outcome = Ack()
             self._pending.settle.append((d, outcome))
         return [True] * len(items)

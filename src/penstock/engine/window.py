@@ -23,9 +23,10 @@ HOST_HOLD = 0.25  # seconds for which the broker holds a host that uses its whol
 # Seconds without room in the prefetch window. Then deliveries beyond their host's share are
 # released.
 GIVE_BACK_AFTER = 1.0
-# Seconds without a `receive` after a batch of messages that only a newer release can read. Workers
-# of that release receive the next messages meanwhile.
-NEWER_PAUSE = 1.0
+# Seconds between two calls of `receive` while messages of a newer release arrive and no others. The
+# calls do not wait for messages, so that workers of that release usually get them.
+NEWER_PAUSE = 2.0
+NEWER_MEMORY = 120.0  # seconds after the last such message in which the worker pauses
 log = logging.getLogger("penstock.worker")
 
 
@@ -49,6 +50,7 @@ class PrefetchWindow:
         self.body_bytes = 0  # bytes of held page bodies
         self.stopping = False
         self._room = asyncio.Event()
+        self._newer_at = 0.0  # time of the last message of a newer release
         self._newer: set[str] = set()  # logged sentences about messages of a newer release
         self._received = 0.0  # time of the last `receive` or release of excess deliveries
 
@@ -82,8 +84,12 @@ class PrefetchWindow:
                 continue
             if dispatcher.waits_for_hosts and dispatcher.mixed:
                 await self._hold_full_hosts(dispatcher)
+            patience = 0.5
+            if not self.held and self._clock.now() < self._newer_at + NEWER_MEMORY:
+                await wait(self._clock, self._room, NEWER_PAUSE)
+                patience = 0.0
             got = await self._outage.retry_until_stored(
-                partial(self._subscription.receive, room, 0.5, per_key=self._options.per_key)
+                partial(self._subscription.receive, room, patience, per_key=self._options.per_key)
             )
             self._received = self._clock.now()
             if got:
@@ -99,15 +105,13 @@ class PrefetchWindow:
             except BadEnvelope as e:
                 unreadable.append((d, e))
         await dispatcher.admit(items, unreadable)
-        newer = [e for _, e in unreadable if isinstance(e, NewerMessage)]
-        for error in newer:
-            self._warn_of_newer(got[0].topic, error)
-        if len(newer) == len(got) and not self.stopping:
-            self._room.clear()
-            await wait(self._clock, self._room, NEWER_PAUSE)
+        for d, error in unreadable:
+            if isinstance(error, NewerMessage):
+                self._warn_of_newer(d.topic, error)
 
     def _warn_of_newer(self, topic: str, e: NewerMessage) -> None:
         """Log once that messages wait for workers of a newer release."""
+        self._newer_at = self._clock.now()
         if e.message not in self._newer:
             self._newer.add(e.message)
             log.warning(
