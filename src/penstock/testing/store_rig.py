@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import multiprocessing
 import os
 import signal
 import time
-import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
@@ -61,24 +61,24 @@ class StoreRig(Generic[W]):
             await work(self, await self.open())
 
     def _kill_process_after(self, work: Test) -> None:
-        """Run `work` with a new worker in a child process, which SIGKILL ends.
+        """Run `work` with a new worker in a child process, which SIGKILL ends."""
+        # A fork would copy threads of clients in the middle of their work.
+        child = multiprocessing.get_context("spawn").Process(target=_run_and_die, args=(self, work))
+        child.start()
+        child.join(self.limit)
+        if child.exitcode is None:
+            child.terminate()
+        assert child.exitcode == -signal.SIGKILL, "the child process failed before it was killed"
 
-        `work` may kill its process in the middle. Otherwise the process is killed after `work`.
-        """
 
-        async def then_die(rig: Any, worker: Any) -> None:
-            await work(rig, worker)
-            kill_this_process()
+def _run_and_die(rig: StoreRig[Any], work: Test) -> None:
+    """Run `work`, then kill this process, unless `work` has killed it in the middle."""
 
-        child = os.fork()
-        if child == 0:
-            try:
-                asyncio.run(self._with_worker(then_die))
-            except BaseException:
-                traceback.print_exc()
-            os._exit(1)
-        _, status = os.waitpid(child, 0)
-        assert os.WIFSIGNALED(status), "the child process failed before it was killed"
+    async def then_die(rig: Any, worker: Any) -> None:
+        await work(rig, worker)
+        kill_this_process()
+
+    asyncio.run(rig._with_worker(then_die))
 
 
 def kill_this_process() -> None:
@@ -90,12 +90,11 @@ def sentence(*, killed_after: Test | None = None) -> Callable[[Test], Callable[[
     """Turn `async def test(self, worker)` into a plain test method with a new store.
 
     With `killed_after`, that function first runs with another worker of the same store in a child
-    process, which is killed.
+    process, which is killed. The child process gets a pickled copy of the rig.
     """
 
     def wrap(test: Test) -> Callable[[Any], None]:
         def runner(self: StoreRig[Any]) -> None:
-            # Fork before this process opens the store: SQLite locks do not survive a fork.
             if killed_after is not None:
                 self._kill_process_after(killed_after)
             asyncio.run(self._with_worker(test))
