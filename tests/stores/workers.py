@@ -20,19 +20,18 @@ from penstock.ledgers.postgres import PostgresLedger
 from penstock.ledgers.sqlite import SqliteLedger
 from penstock.pages.bound import IndexedPages
 from penstock.pages.segments import SegmentStore
-from penstock.rules import pace
-from penstock.runtime.assembly import Assembly, ClaimServer
+from penstock.runtime.assembly import Assembly
 from penstock.stores.postgres.store import PostgresStore
 from penstock.stores.sqlite import Database
+from penstock.testing.claims_rig import LIMITS, ClaimsWorker, SharedClaimsWorker
 from penstock.testing.clock import ManualClock
 from penstock.testing.store_rig import StoreRig
-
-LIMITS = pace.Limits(rate=10.0, jitter=0.0)
 
 
 class SqlWorkers:
     """Opens workers on an SQLite file, or on a schema of PostgreSQL."""
 
+    accuracy = 0.001
     clock: ManualClock
     directory: Path
 
@@ -43,8 +42,6 @@ class SqlWorkers:
         self,
         rig: StoreRig[Any],
         *,
-        limits: pace.Limits = LIMITS,
-        claims: ClaimServer | None = None,
         pages: Callable[[Any, str], IndexedPages] | None = None,
     ) -> Assembly:
         """Open all stores for one more worker. The rig closes them after the test."""
@@ -60,13 +57,18 @@ class SqlWorkers:
         return Assembly(
             broker=PostgresBroker(db, self.clock) if postgres else SqliteBroker(db, self.clock),
             ledger=(PostgresLedger if postgres else SqliteLedger)(db, self.clock),
-            claims=claims or SqlClaims(db, self.clock, limits, random.Random(1)),
+            claims=SqlClaims(db, self.clock, LIMITS, random.Random(1)),
             pages=stored,
             settings=LifecycleSettings(),
             worker=name,
             lease=30.0,
             clock=self.clock,
         )
+
+    def claims(self, rig: StoreRig[Any]) -> ClaimsWorker:
+        engine = self.worker(rig)
+        assert isinstance(engine.claims, SqlClaims)
+        return SharedClaimsWorker(engine.uow, engine.claims, engine.proxies)
 
     def now(self) -> float:
         return self.clock.now()
