@@ -99,26 +99,6 @@ def files_no_larger_than(size: int) -> Iterator[None]:
 # -- bytes -----------------------------------------------------------------------------------------
 
 
-async def test_stored_pages_are_returned_unchanged(rig: Rig) -> None:
-    bodies = [
-        b"",
-        b"\x00",
-        b"<html>" * 1000,
-        noise(5 << 20),
-        "é".encode(),
-        *[b"page %d" % i for i in range(200)],
-    ]
-    ids = await rig.put(*bodies)
-    assert [await rig.store.get(i) for i in ids] == bodies
-    again = rig.other()
-    assert [await again.store.get(i) for i in ids] == bodies, "in another process too"
-
-
-async def test_get_returns_none_for_an_unknown_page(rig: Rig) -> None:
-    for unknown in (page_id(b"x"), "", "not hex", "ab", "é"):
-        assert await rig.store.get(unknown) is None
-
-
 async def test_a_page_is_stored_once_for_all_workers(rig: Rig) -> None:
     body = noise(100_000)
     await rig.put(body, body)
@@ -133,12 +113,6 @@ async def test_a_page_is_stored_once_for_all_workers(rig: Rig) -> None:
     await rig.other().put(body)
     assert await rig.db.read(lambda tx: tx.execute("SELECT count(*) FROM page").get) == 1
     assert await rig.store.get(page_id(body)) == body
-
-
-async def test_a_page_id_is_found_by_its_prefix(rig: Rig) -> None:
-    (id_,) = await rig.put(b"x")
-    assert await rig.db.read(lambda tx: rig.store.find_in(tx, id_[:7])) == [id_]
-    assert await rig.db.read(lambda tx: rig.store.find_in(tx, "zz")) == []
 
 
 async def test_a_full_segment_is_followed_by_a_new_one(
@@ -265,30 +239,6 @@ async def test_a_damaged_segment_does_not_stop_retention_of_other_segments(
 # -- retention -------------------------------------------------------------------------------------
 
 
-async def test_retention_by_age_uses_the_time_a_page_was_last_seen(rig: Rig) -> None:
-    old, again = await rig.put(b"old", b"again")
-    rig.clock.advance(100.0)
-    await rig.put(b"again", b"new")
-    assert (await rig.prune(older_than=rig.clock.now() - 50))[0] == 1
-    assert [await rig.store.get(i) for i in (old, again, page_id(b"new"))] == [
-        None,
-        b"again",
-        b"new",
-    ]
-    await rig.put(b"old")
-    assert await rig.store.get(old) == b"old"
-
-
-async def test_a_page_that_an_open_event_needs_survives_age_and_size(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(segments, "SEGMENT_BYTES", 1)
-    ids = [(await rig.put(noise(3000, i)))[0] for i in range(5)]
-    rig.clock.advance(100.0)
-    await rig.prune(older_than=rig.clock.now(), max_bytes=0, keep=ids[1:3])
-    assert [await rig.store.get(i) is not None for i in ids] == [False, True, True, False, False]
-
-
 async def test_retention_by_size_deletes_the_oldest_pages_and_frees_the_disk(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -363,19 +313,6 @@ async def test_a_full_segment_is_not_deleted_before_its_pages_are_committed(
     await other.prune(older_than=rig.clock.now())
     await rig.db.write(lambda tx: rig.store.index_in(tx, staged))
     assert await rig.store.get(page_id(noise(1000, 2))) == noise(1000, 2)
-
-
-async def test_index_in_returns_pages_that_another_process_deleted(
-    rig: Rig,
-) -> None:
-    (id_,) = await rig.put(b"x")
-    rig.clock.advance(100.0)
-    await rig.other().prune(older_than=rig.clock.now())
-    staged = rig.store.stage([(id_, b"x")])
-    assert await rig.db.write(lambda tx: rig.store.index_in(tx, staged)) == [id_]
-    rig.store.forget(staged)
-    await rig.put(b"x")
-    assert await rig.store.get(id_) == b"x"
 
 
 # -- durability ------------------------------------------------------------------------------------

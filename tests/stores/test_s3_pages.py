@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import socket
 import urllib.request
 import uuid
@@ -18,6 +17,7 @@ import psycopg
 import pytest
 from psycopg import sql
 from tests.servers import Handle
+from tests.stores.workers import OnPostgres, OnSqlite
 
 from penstock.errors import ConfigError, PenstockError, StoreUnavailable, Unreachable
 from penstock.model import page_id
@@ -26,9 +26,58 @@ from penstock.stores.postgres.store import PostgresStore
 from penstock.stores.s3 import bucket_at
 from penstock.stores.sqlite import Database
 from penstock.testing.clock import ManualClock
+from penstock.testing.pages_suite import PagesConformance, PagesWorker
 
 pytestmark = pytest.mark.server("s3")
 Place = Callable[[str], Handle]
+
+
+class OnS3(PagesConformance):
+    """A prefix of the bucket for each test."""
+
+    @pytest.fixture(autouse=True)
+    def _prefix(self, server: Place) -> None:
+        self.bucket = server("s3").url.replace("/pages?", f"/{uuid.uuid4().hex}?")
+
+    async def after_sweep(self, worker: PagesWorker) -> None:
+        # The removal runs on this thread. Wait until it has ended.
+        await asyncio.wrap_future(_store(worker)._remover.submit(lambda: None))
+
+    async def damage(self, worker: PagesWorker, page: str) -> None:
+        obstore.put(_store(worker).bucket, self._object(worker, page), b"rubbish")
+
+    async def lose(self, worker: PagesWorker, page: str) -> None:
+        obstore.delete(_store(worker).bucket, self._object(worker, page))
+
+    def _object(self, worker: PagesWorker, page: str) -> str:
+        store = _store(worker)
+        found: str = store.db.read_now(lambda tx: store._rows(tx, "hash, name", [page]))[page][0]
+        return found
+
+
+def _store(worker: PagesWorker) -> S3Pages:
+    assert isinstance(worker.store, S3Pages)
+    return worker.store
+
+
+class TestIndexInSqlite(OnSqlite, OnS3):
+    async def open(self) -> PagesWorker:
+        engine = self.worker(
+            self, pages=lambda db, _: S3Pages(db, *bucket_at(self.bucket), self.clock)
+        )
+        return PagesWorker(engine.pages, engine.uow)
+
+
+@pytest.mark.server("postgres")
+class TestIndexInPostgres(OnPostgres, OnS3):
+    async def open(self) -> PagesWorker:
+        engine = self.worker(
+            self, pages=lambda db, _: S3Pages(db, *bucket_at(self.bucket), self.clock)
+        )
+        return PagesWorker(engine.pages, engine.uow)
+
+
+# -- promises of S3 only ---------------------------------------------------------------------------
 
 
 class Rig:
@@ -90,17 +139,6 @@ def html(n: int) -> bytes:
     return b"<html>" + b"%d " % n * 500 + b"</html>"
 
 
-async def test_bodies_are_read_unchanged(server: Place) -> None:
-    async with rig(server) as r:
-        await r.store.start()
-        bodies = [b"", b"\x00\xff", html(1), random.Random(1).randbytes(100_000)]
-        ids = await r.put(*bodies)
-        assert [await r.store.get(i) for i in ids] == bodies
-        assert r.db.read_now(lambda tx: [r.store.get_in(tx, i) for i in ids]) == bodies
-        assert await r.store.get(page_id(b"other")) is None
-        assert await r.store.get("no id") is None
-
-
 async def test_a_page_that_workers_store_several_times_is_one_object(server: Place) -> None:
     async with rig(server) as r:
         for worker in (r, r, r.other()):
@@ -120,17 +158,6 @@ async def test_two_workers_that_store_one_page_together_leave_one_object(server:
         await r.sweep()
         assert r.objects() == 1
         assert await r.store.get(page_id(html(1))) == html(1)
-
-
-async def test_a_page_of_a_failed_transaction_is_not_found_and_is_sent_again(server: Place) -> None:
-    async with rig(server) as r:
-        id_ = page_id(html(1))
-        staged = r.store.stage([(id_, html(1))])
-        await r.store.send(staged)
-        r.store.forget(staged)
-        assert await r.store.get(id_) is None
-        await r.put(html(1))
-        assert await r.store.get(id_) == html(1)
 
 
 async def test_retention_removes_the_oldest_pages_and_keeps_needed_ones(server: Place) -> None:
@@ -164,16 +191,6 @@ async def test_a_page_that_is_stored_again_while_it_is_pruned_is_kept(server: Pl
         await other.sweep()
         assert await r.store.get(id_) == html(1)
         other.store.close()
-
-
-async def test_pages_are_found_by_an_id_prefix_and_report_their_sizes(server: Place) -> None:
-    async with rig(server) as r:
-        ids = await r.put(html(1), html(2))
-        assert r.db.read_now(lambda tx: r.store.find_in(tx, ids[0][:12])) == [ids[0]]
-        assert r.db.read_now(lambda tx: r.store.sizes_in(tx, [*ids, page_id(b"no")])) == {
-            i: len(html(n)) for i, n in zip(ids, (1, 2), strict=True)
-        }
-        assert r.db.read_now(r.store.problems_in) == []
 
 
 async def test_a_damaged_or_removed_object_raises_an_error(server: Place) -> None:

@@ -121,20 +121,23 @@ class RemotePages(Pages):
         """
         excess = 0 if max_bytes is None else self._totals(tx)[1] - max_bytes
         at: tuple[float, bytes] = (-1.0, b"")
+        expired: list[Any] = []
         for _ in range(max_batches):
             rows = tx.execute(
                 f"SELECT seen, {columns} FROM {self.table} WHERE (seen, hash)>(?, ?)"
                 " ORDER BY seen, hash LIMIT ?",
                 (*at, batch),
             ).fetchall()
-            old = []
-            for seen, *row in rows:
-                if (older_than is None or seen >= older_than) and excess <= 0:
+            aged = sum(older_than is not None and seen < older_than for seen, *_ in rows)
+            old = rows if excess > 0 else rows[:aged]
+            wanted = keep([bytes(h).hex() for _, h, *_ in old])
+            for i, (_, *row) in enumerate(old):
+                if i >= aged and excess <= 0:
                     break
-                old.append(row)
-                excess -= row[1]
-            wanted = keep([bytes(row[0]).hex() for row in old])
-            expired = [row for row in old if bytes(row[0]).hex() not in wanted]
+                # A page that stays does not free bytes.
+                if bytes(row[0]).hex() not in wanted:
+                    expired.append(row)
+                    excess -= row[1]
             if expired or len(old) < batch:
                 break
             at = rows[-1][:2]

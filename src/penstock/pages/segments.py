@@ -347,7 +347,9 @@ class SegmentStore(Pages):
                     for (h,) in tx.execute("SELECT hash FROM page WHERE segment=?", (segment,))
                 ]
                 removed += self._remove(tx, pages, keep)
-                total -= sizes[segment]
+                left = sum(packed for _, packed in self._frames(tx, segment))
+                if left < sizes[segment] * LIVE_SHARE:  # otherwise the segment is not rewritten
+                    total -= sizes[segment] - left
         return removed, self._reclaim(tx)
 
     def _remove(
@@ -358,6 +360,12 @@ class SegmentStore(Pages):
         tx.executemany("DELETE FROM page WHERE hash=?", [(bytes.fromhex(h),) for h in deleted])
         self._forget(deleted)
         return len(deleted)
+
+    def _frames(self, tx: Tx, segment: int) -> list[tuple[int, int]]:
+        """Return (position, size) of the frames of a segment that have pages."""
+        return tx.execute(
+            "SELECT DISTINCT frame, packed FROM page WHERE segment=? ORDER BY frame", (segment,)
+        ).fetchall()
 
     def _sizes(self, tx: Tx) -> dict[int, int]:
         sizes = {}
@@ -378,9 +386,7 @@ class SegmentStore(Pages):
                 continue
             if self._version(name) > VERSION:
                 continue  # a newer release moves its pages
-            frames = tx.execute(
-                "SELECT DISTINCT frame, packed FROM page WHERE segment=? ORDER BY frame", (id_,)
-            ).fetchall()
+            frames = self._frames(tx, id_)
             if frames and sum(packed for _, packed in frames) >= size * LIVE_SHARE:
                 continue
             moved = 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import itertools
 
 # Seconds since the epoch: a realistic value, so tests use real magnitudes.
 START = 1_700_000_000.0
@@ -19,7 +18,7 @@ class ManualClock:
     def __init__(self, now: float = START) -> None:
         self._now = now
         self._sleepers: list[tuple[float, int, asyncio.Future[None]]] = []
-        self._count = itertools.count()
+        self._count = 0  # sleepers so far
 
     def now(self) -> float:
         return self._now
@@ -55,7 +54,8 @@ class ManualClock:
             await asyncio.sleep(0)
             return
         sleeper: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._sleepers, (self._now + seconds, next(self._count), sleeper))
+        self._count += 1
+        heapq.heappush(self._sleepers, (self._now + seconds, self._count, sleeper))
         await sleeper
 
     @property

@@ -176,9 +176,10 @@ class SqlEvents(LedgerTable):
 
     def mark_writing(self, end: End, now: float) -> bool:
         """Record that from now on only the sink write repeats."""
+        # The status still belongs to a running event. Only a new fence shows that the start ended.
         self._tx.execute(
-            "UPDATE event SET status='writing', finished_at=NULL, reason=?, response_status=?,"
-            f" response_hash=?, extractors=?, {_ENDED} WHERE {_CURRENT}",
+            "UPDATE event SET status='writing', fence=fence+1, finished_at=NULL, reason=?,"
+            f" response_status=?, response_hash=?, extractors=?, {_ENDED} WHERE {_CURRENT}",
             (
                 end.reason,
                 end.response_status,
