@@ -31,8 +31,8 @@ class LedgerLookups(LedgerRig):
         assert await self.end(ledger, owner, "dead")
         found = await ledger.read(lambda tx: tx.lookup.oldest_duplicate("owner"))
         assert found is not None
-        assert decode_event(found[1]).id == "d2"
-        assert found[0] == (await self.state(ledger, "d2")).n
+        assert decode_event(found.envelope).id == found.id == "d2"
+        assert found.n == (await self.state(ledger, "d2")).n
         promoted = await self.reopen(ledger, "d2", was="duplicate", promoted=True)
         await self.check_counters(ledger)
         state = await self.state(ledger, "d2")

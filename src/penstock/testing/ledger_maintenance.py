@@ -268,23 +268,26 @@ class LedgerMaintenance(LedgerRig):
         self, ledger: UnitOfWork
     ) -> None:
         now = self.now()
-        for topic, ended, dead, at in (
-            ("a", 5, 1, now - 300),
-            ("a", 3, 2, now),
-            ("a", 4, 0, now),
-            ("b", 9, 9, now),
+        for what, kind, n, at in (
+            ("host:a", "", 5, now - 300),
+            ("host:a", "", 3, now),
+            ("host:a", "blocked", 2, now),
+            ("host:a", "", 4, now),
+            ("host:b", "blocked", 9, now),
         ):
             await ledger.write(
-                lambda tx: tx.counters.record_ends(topic, ended, dead, at)  # noqa: B023 (awaited here)
+                lambda tx: tx.breakers.record_ends({(what, kind): n}, at)  # noqa: B023 (awaited here)
             )
 
-        def recent(seconds: float) -> tuple[int, int]:
-            return ledger.snapshot(lambda tx: tx.counters.recent_ends("a", seconds, now))
+        def recent(seconds: float) -> dict[str, int]:
+            return ledger.snapshot(lambda tx: tx.breakers.recent_ends("host:a", seconds, now))
 
-        assert [recent(60.0), recent(600.0)] == [(7, 2), (12, 3)]
-        await ledger.write(lambda tx: tx.counters.reset_ends("a"))
-        assert recent(600.0) == (0, 0)
-        assert await ledger.read(lambda tx: tx.counters.recent_ends("b", 60.0, now)) == (9, 9)
+        assert recent(60.0) == {"": 7, "blocked": 2}
+        assert recent(600.0) == {"": 12, "blocked": 2}
+        await ledger.write(lambda tx: tx.breakers.reset_ends("host:a"))
+        assert recent(600.0) == {}
+        other = await ledger.read(lambda tx: tx.breakers.recent_ends("host:b", 60.0, now))
+        assert other == {"blocked": 9}
 
     # -- sources -----------------------------------------------------------------------------------
 

@@ -118,6 +118,7 @@ def an_end(begun: Begun, outcome: Outcome, *, page: bytes | None = None, **field
         position=1,
         token=1,
         deliveries=1,
+        priority=int(event.priority),
     )
     end = End(
         event=event,
