@@ -113,7 +113,7 @@ async def test_a_worker_of_another_machine_refuses_the_migration(both: Both) -> 
 async def test_a_connection_of_release_0_1_0_refuses_the_migration(both: Both) -> None:
     with psycopg.connect(both.url, application_name="penstock") as old:
         _, err = await both.next.command("migrate", code=3)
-        assert f"server process {old.info.backend_pid} on host 127.0.0.1" in err
+        assert f"server process id {old.info.backend_pid} on host 127.0.0.1" in err
         assert "an earlier release" in err
     name = f"penstock 0.1.5 v{NOW} 00000000 17@host"  # of another namespace
     with psycopg.connect(both.url, application_name=name):

@@ -38,10 +38,14 @@ def other_workers(tx: Tx, namespace: str) -> list[OtherWorker]:
         " AND starts_with(application_name, ?)",
         (OLD_NAME,),
     ).fetchall()
+    old: dict[str, list[str]] = {}
+    for name, host, pid in sorted(rows):
+        if name == OLD_NAME:
+            old.setdefault(host, []).append(str(pid))
+    # A worker has several connections. Their server processes are the only ids that are known.
     found = [
-        OtherWorker(host=host, process=f"a client with server process {pid}")
-        for name, host, pid in rows
-        if name == OLD_NAME
+        OtherWorker(host=host, process=f"connections with server process id {', '.join(pids)}")
+        for host, pids in old.items()
     ]
     named = [match for name in {name for name, _, _ in rows} if (match := _NAME.fullmatch(name))]
     return found + [
