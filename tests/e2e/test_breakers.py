@@ -221,6 +221,19 @@ def test_a_run_ends_while_an_operator_has_paused_the_host_of_all_events(
     assert len(project.rows()) == 40
 
 
+def test_a_run_ends_although_a_source_reads_from_a_paused_host(
+    project: Project, sites: Callable[[int], list[Site]]
+) -> None:
+    (site,) = sites(1)
+    project.write("shop.py", TWO_EXTRACTORS + f'shop.source("feed+{site.url("/feed.xml")}")\n')
+    project.good("domains", "pause", host(site))
+    project.push(site.url("/p/1"))
+    done = project.run(expect=1)
+    assert f"host {host(site)} is paused until an operator resumes it" in done.err
+    assert f"penstock domains resume {host(site)}" in done.err
+    assert site.web.entries == []
+
+
 @pytest.mark.parametrize("layout", layouts("redis", "postgres", "redis+postgres", "rabbitmq"))
 def test_a_failing_host_is_paused_on_every_store(
     project: Project, sites: Callable[[int], list[Site]], layout: str, server: Server

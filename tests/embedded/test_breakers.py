@@ -132,6 +132,15 @@ async def test_a_failed_extraction_counts_against_its_extractor_only(rig: Rig) -
     assert len(await end_all(rig, dies())) == 1, "the host is still fetched"
 
 
+async def test_an_unchanged_page_does_not_count_for_its_extractor(rig: Rig) -> None:
+    await accept(rig, A, 20)
+    await end_all(rig, lambda end: {"extractors": "product@1#x", "reason": "unchanged"})
+    await accept(rig, A, 3, "later")
+    how = dies(A, stage="extract", error_class="permanent", failed_extractors=("product",))
+    await end_all(rig, how)
+    assert opened(rig) == ["extractor:product"], "all three pages that were extracted failed"
+
+
 async def test_dead_events_outside_the_window_are_not_counted(rig: Rig) -> None:
     for i in range(4):
         await accept(rig, A, 1, f"{i}")

@@ -283,7 +283,9 @@ class ServeConfig(_Section, frozen=True, kw_only=True):
 
 
 class BreakerConfig(_Section, frozen=True, kw_only=True):
-    dead_share: Annotated[float, Opt(units.SHARE, "share of dead events that pauses a topic")] = 0.2
+    dead_share: Annotated[
+        float, Opt(units.SHARE, "share of dead events that pauses a host or extractor")
+    ] = 0.2
     min: Annotated[int, Opt(units.counts(1), "dead events needed to pause it")] = 50
     window: Annotated[
         float, Opt(units.durations(1, 86400), "time over which events are counted")

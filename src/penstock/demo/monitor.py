@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.demo.display import Counts, DeadPage, FieldChange, Host, Snapshot, Source, Waiting
+from penstock.operate.waiting import waits_in
 from penstock.ports import Transaction
 from penstock.ports.reports import Filter
 from penstock.rules.identity import host_key
@@ -29,7 +30,7 @@ class Look:
         self.counts = Counts(
             **{name: sum(row[name] for row in found.topics.values()) for name in _STATES}
         )
-        self.breaker = next(iter(found.paused.values()), "")
+        self.breaker = next((w.reason or w.what for w in waits_in(tx)), "")
         self.hooks_waiting = found.changes_waiting
         self.delayed = tx.reports.events(status="delayed", limit=MAX_LISTED).events
         self.dead = tx.letter_reports.letters(Filter(), limit=MAX_LISTED, newest_first=True)

@@ -181,6 +181,8 @@ class RobotsTxt:
                     return 404, None
                 if hop and e.kind is ErrorClass.THROTTLED:
                     keep(self._delayed, site, (url, hop), o.robots_in_memory)
+                if e.waits_for:
+                    raise
                 raise Failure(
                     e.kind,
                     f"robots.txt: {e.reason}",

@@ -46,12 +46,13 @@ def keep(cache: dict[K, V], key: K, value: V, limit: int) -> None:
     cache[key] = value
 
 
-def _paused(host: str) -> Failure:
+def host_paused(host: str, *, after: float | None = MAX_RETRY_AFTER) -> Failure:
+    """Return the failure of a request to a host that is paused until an operator resumes it."""
     return Failure(
         ErrorClass.THROTTLED,
         sentence(Reason.HOST_PAUSED, host),
         code=Reason.HOST_PAUSED,
-        after=MAX_RETRY_AFTER,
+        after=after,
         waits_for=HOST + host,
     )
 
@@ -79,7 +80,7 @@ class Sender:
                 await self._pace.refresh()
             if (wait := self._pace.blocked_until(host) - self._clock.now()) > 0:
                 if wait == math.inf:
-                    raise _paused(host)
+                    raise host_paused(host)
                 raise breach(Reason.HELD, host, after=min(wait, MAX_RETRY_AFTER))
             response = await self._fetcher.fetch(
                 url, method=method, headers=headers, body=body, proxy=proxy
@@ -96,7 +97,7 @@ class Sender:
             wait = slot - self._clock.now()
             if wait > max_wait:
                 if self._pace.blocked_until(host) == math.inf:
-                    raise _paused(host)
+                    raise host_paused(host)
                 raise Failure(
                     ErrorClass.THROTTLED,
                     sentence(Reason.SLOT_FAR, host),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Mapping
 
 import msgspec
 
+from penstock.fetching.sending import host_paused
 from penstock.fetching.stage import FetchStage
 from penstock.model import Ask, ErrorClass, Failure
 from penstock.ports import Baseline, Clock, Pace, Response
@@ -45,6 +47,9 @@ class SourceWeb:
                 ErrorClass.PERMANENT, f"{mask(url)[:200]!r} is not a URL: {e.reason}"
             ) from None
         (slot,) = (await pace.reserve({event.key: 1}))[event.key]
+        if pace.blocked_until(event.key) == math.inf:
+            # The reader records the error and tries again. A wait would look like a slow source.
+            raise host_paused(event.key, after=None)
         if (wait := slot - clock.now()) > 0:
             await clock.sleep(wait)
         event = msgspec.structs.replace(event, ask=Ask(headers=dict(headers or {})))

@@ -184,6 +184,23 @@ class ClaimsOfHosts(ClaimsRig):
         assert two.access.blocked_until("b.test") == 0.0
 
     @sentence()
+    async def test_a_pause_by_one_worker_is_known_to_another_at_its_next_reservation(
+        self, one: ClaimsWorker
+    ) -> None:
+        two = await self.open()
+        await self.slots(two, HOST)
+        await one.access.pause(HOST)
+        await one.access.pause(HOST)
+        assert one.access.blocked_until(HOST) == math.inf
+        await self.slots(two, HOST)
+        assert two.access.blocked_until(HOST) == math.inf, "without a refresh"
+        await one.with_hosts(
+            lambda hosts: hosts.change(HOST, lambda s: msgspec.structs.replace(s, paused_until=0.0))
+        )
+        await self.slots(two, HOST)
+        assert two.access.blocked_until(HOST) < math.inf
+
+    @sentence()
     async def test_an_operators_limit_replaces_the_state_that_a_worker_has_cached(
         self, one: ClaimsWorker
     ) -> None:
