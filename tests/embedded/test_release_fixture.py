@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import apsw
 import pytest
 from tests.releases import RELEASES, ReleasedProject, check_end, figures, recorded_figures
 
@@ -39,3 +40,20 @@ async def test_the_first_run_on_the_state_of_an_earlier_release_makes_its_pipeli
     other = (tmp_path / "shop.py").read_text().replace('Pipeline("shop")', 'Pipeline("other")')
     (tmp_path / "other.py").write_text(other)
     await project.penstock("run", "other.py", "--until-idle", code=3)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+async def test_the_known_urls_of_an_earlier_release_are_counted(
+    release: str, tmp_path: Path
+) -> None:
+    project = ReleasedProject(release, "embedded", tmp_path)
+    await project.penstock("status")
+    connection = apsw.Connection(str(tmp_path / ".penstock" / "penstock.db"))
+    counted = connection.execute("SELECT host, known FROM known_host ORDER BY host").fetchall()
+    urls = connection.execute(
+        "SELECT host, count(DISTINCT url_key) FROM event WHERE status='success'"
+        " GROUP BY host ORDER BY host"
+    ).fetchall()
+    connection.close()
+    assert counted == urls
+    assert counted != []

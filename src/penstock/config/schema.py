@@ -294,9 +294,7 @@ class BreakerConfig(_Section, frozen=True, kw_only=True):
 
 
 class GoneConfig(_Section, frozen=True, kw_only=True):
-    after: Annotated[
-        int, Opt(units.counts(1, 1000), "visits with status 404 after which a known URL is gone")
-    ] = 2
+    after: Annotated[int, Opt(units.counts(1, 1000), "404 visits until a known URL is gone")] = 2
     limit: Annotated[
         float, Opt(units.SHARE, "share of a host's URLs that may be gone without an approval")
     ] = 0.3

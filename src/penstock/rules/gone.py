@@ -59,11 +59,11 @@ def says_removed(data: Mapping[str, Any]) -> bool:
 
 
 class HostAbsences(msgspec.Struct, frozen=True, kw_only=True):
-    """Absent URLs of one host. The counts are of the last hour."""
+    """Absent URLs of one host."""
 
     known: int  # URLs with a success that are not gone
-    absent: int  # URLs whose newest visit was absent, and that are not gone
-    gone: int  # URLs whose records were removed
+    absent: int  # URLs that are missing since less than an hour, or whose removal waits
+    gone: int  # URLs of the last hour whose records were removed
     newest: float  # time of the newest absent visit
     oldest: float  # time since which the oldest removal waits
     held: bool  # removals of this host wait for an operator

@@ -70,22 +70,24 @@ class SqlAbsences(LedgerTable):
 
     def host(self, host: str, since: float) -> HostAbsences:
         """Return the absent URLs of a host."""
-        absent, gone, newest = self._tx.execute(
-            "SELECT coalesce(sum(CASE WHEN state='gone' THEN 0 ELSE 1 END), 0),"
+        missing, gone, newest = self._tx.execute(
+            "SELECT coalesce(sum(CASE WHEN state='missing' THEN 1 ELSE 0 END), 0),"
             " coalesce(sum(CASE WHEN state='gone' THEN 1 ELSE 0 END), 0),"
             " coalesce(max(CASE WHEN state='gone' THEN 0 ELSE at END), 0)"
             " FROM absent WHERE host=? AND at>?",
             (host, since),
         ).get
-        oldest = self._tx.execute(
-            "SELECT min(since) FROM absent WHERE host=? AND state='leaving'", (host,)
+        # Removals that wait count at any age: no worker may have run since.
+        leaving, oldest = self._tx.execute(
+            "SELECT count(*), min(since) FROM absent WHERE state IN ('leaving','held') AND host=?",
+            (host,),
         ).get
         known, held_at, approved = self._tx.execute(
             "SELECT known, held_at, approved_until FROM known_host WHERE host=?", (host,)
         ).get or (0, None, 0.0)
         return HostAbsences(
             known=known,
-            absent=int(absent),
+            absent=int(missing + leaving),
             gone=int(gone),
             newest=newest,
             oldest=oldest or 0.0,
