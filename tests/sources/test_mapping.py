@@ -9,6 +9,7 @@ import json
 from typing import Any
 
 import jmespath
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,9 +19,10 @@ from tests.sources.seeds_rig import spec_of
 from penstock.authoring.routing import MAX_TEXT
 from penstock.errors import ConfigError
 from penstock.intake.mapping import KEYS, MAX_DATA, Mapping
-from penstock.model import Event, Priority, decode_event, encode_event
+from penstock.model import Event, Priority, Reason, decode_event, encode_event
 from penstock.ports import Finding
 from penstock.rules.events import Refused
+from penstock.rules.reasons import code_of
 
 URL = "https://shop.test/p/1"
 
@@ -180,6 +182,58 @@ def test_a_finding_refused_by_its_source_is_refused_with_any_mapping() -> None:
         reason({"url": URL}, finding={"refused": "no JSON"}, where="`false`", hook=lambda p: None)
         == "no JSON"
     )
+
+
+# -- the payload of the seeds ----------------------------------------------------------------------
+
+ROUTING = {"geo": "US", "pool": "residential", "account": None}
+
+
+@pytest.mark.parametrize(
+    ("routing", "options", "expected"),
+    [
+        (ROUTING, {}, {"geo": "US", "pool": "residential"}),
+        (json.dumps(ROUTING), {}, {"geo": "US", "pool": "residential"}),
+        (None, {}, {}),
+        ("", {}, {}),
+        ("null", {}, {}),
+        ({}, {}, {}),
+        ({"planet": None}, {}, {}),
+        (ROUTING, {"route": {"geo": "DE", "account": "a"}}, {**ROUTING, "account": "a"}),
+        # A mapping that sets a part of the route replaces `routing`.
+        ({"land": "FR"}, {"map": {"geo": "routing.land"}}, {"geo": "FR"}),
+        (ROUTING, {"map": {"geo": "missing"}}, {"geo": "US", "pool": "residential"}),
+        ({"land": "FR"}, {"hook": lambda p: {"geo": p["routing"]["land"]}}, {"geo": "FR"}),
+        (ROUTING, {"hook": lambda p: {"geo": None}}, {"geo": "US", "pool": "residential"}),
+    ],
+)
+def test_routing_in_the_payload_is_the_route_without_a_map(
+    routing: Any, options: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    payload = {"url": URL, "routing": routing}
+    found = event(payload, **options)
+    assert msgspec.to_builtins(found.route) == {k: v for k, v in expected.items() if v}
+    assert found.data == payload
+
+
+@pytest.mark.parametrize(
+    ("routing", "says"),
+    [
+        ({"planet": "Mars"}, "its routing has no 'planet'; it has geo, pool, account, render"),
+        ({"geo": 7}, "its geo is no text"),
+        ({"pool": ""}, "its pool is no text"),
+        ({"render": "yes"}, "its render is neither"),
+        ("US", "its routing is no object but text"),
+        ("[1]", "its routing is no object but list"),
+        (["US"], "its routing is no object but list"),
+        (7, "its routing is no object but int"),
+        ({1: 2}, "its routing has no '1'"),
+    ],
+)
+def test_wrong_routing_in_the_payload_is_refused(routing: Any, says: str) -> None:
+    found = reason({"url": URL, "routing": routing})
+    assert says in found
+    assert code_of(found) is Reason.REFUSED
 
 
 # -- refusals --------------------------------------------------------------------------------------

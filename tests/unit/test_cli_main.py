@@ -155,7 +155,7 @@ def test_an_oversized_line_is_cut_and_counts_as_one() -> None:
 def test_at_most_1000_refused_inputs_are_kept(tmp_path: Path) -> None:
     file = tmp_path / "urls"
     file.write_text("no url\n" * 3000 + "http://a.example/\n")
-    inputs = Inputs((), [str(file)])
+    inputs = Inputs((), [str(file)], lambda payload: pytest.fail("there is no object"))
     assert list(inputs) == ["http://a.example/"]
     assert (inputs.refused_count, len(inputs.refused), inputs.read) == (3000, 1000, 3001)
     assert sys.getsizeof(inputs.refused[0].input) < 1000

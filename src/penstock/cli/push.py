@@ -1,13 +1,14 @@
 """`penstock push`: accepts URLs from arguments, files or stdin, which are read lazily.
 
-Inputs that are not valid URLs are reported with their line. The others are accepted.
+An input is a URL, or a JSON object with a URL. Inputs that are not valid are reported with their
+line. The others are accepted.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, BinaryIO
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import msgspec
 from cyclopts import Parameter
@@ -27,6 +28,7 @@ from penstock.rules.masking import mask
 
 if TYPE_CHECKING:
     from penstock.intake.accept import Pushed
+    from penstock.model import Event
 
 MAX_PRINTED = 20  # refused inputs that are printed
 # Refused inputs that --json lists. The others are only counted.
@@ -42,22 +44,34 @@ class RefusedInput(msgspec.Struct, frozen=True):
 
 
 class Inputs:
-    """Iterator over the valid URLs. It counts the refused inputs and keeps the first ones."""
+    """Iterator over the valid URLs, and the events of JSON objects.
 
-    def __init__(self, arguments: tuple[str, ...], files: list[str]) -> None:
-        self.arguments, self.files = arguments, files
+    It counts the refused inputs and keeps the first ones.
+    """
+
+    def __init__(
+        self,
+        arguments: tuple[str, ...],
+        files: list[str],
+        event_of_object: Callable[[dict[str, Any]], Event],
+    ) -> None:
+        self.arguments, self.files, self._event_of_object = arguments, files, event_of_object
         self.refused: list[RefusedInput] = []
         self.refused_count = 0
         self.read = 0
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[str | Event]:
+        from penstock.rules.events import Refused
         from penstock.rules.identity import BadUrl, canonical_url
 
         for where, text in self._texts():
             self.read += 1
             try:
-                yield canonical_url(text)
-            except BadUrl as e:
+                if text.startswith("{"):
+                    yield self._event_of_object(_object(text))
+                else:
+                    yield canonical_url(text)
+            except (BadUrl, Refused) as e:
                 self.refused_count += 1
                 if len(self.refused) < MAX_IN_JSON:
                     self.refused.append(RefusedInput(where, mask(text[:200]), e.reason))
@@ -76,6 +90,15 @@ class Inputs:
                 yield from _lines(file, f)
 
 
+def _object(text: str) -> dict[str, Any]:
+    from penstock.rules.events import Refused
+
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeError, ValueError, RecursionError) as e:
+        raise Refused(f"it is not a JSON object: {str(e)[:200]}") from None
+
+
 def _lines(name: str, stream: BinaryIO) -> Iterator[tuple[str, str]]:
     """Yield each line with its place. Blank lines and lines that begin with # are skipped."""
     number = 0
@@ -91,10 +114,13 @@ def _lines(name: str, stream: BinaryIO) -> Iterator[tuple[str, str]]:
 
 
 def push(
-    *urls: Annotated[str, Parameter(help="URLs, or - for stdin")],
+    *urls: Annotated[str, Parameter(help="URLs, JSON objects with a URL, or - for stdin")],
     file: Annotated[
         list[str],
-        Parameter(name=["--file", "-f"], help="a file with one URL on each line (- is stdin)"),
+        Parameter(
+            name=["--file", "-f"],
+            help="a file with one URL or JSON object on each line (- is stdin)",
+        ),
     ] = [],  # noqa: B006
     geo: Annotated[str | None, Parameter(help="location to fetch from")] = None,
     pool: Annotated[str | None, Parameter(help="proxy pool")] = None,
@@ -113,6 +139,7 @@ def push(
 ) -> int:
     """Accept URLs to scrape. They are durable when the command returns.
 
+    A JSON object sets its own route: {"url": "https://…", "routing": {"geo": "US"}}.
     `penstock run` does the work. Exit code 1 if any URL was refused.
     """
     if not urls and not file:
@@ -137,9 +164,24 @@ def push(
     from penstock.intake import accept as intake
     from penstock.model import Route
 
-    inputs = Inputs(urls, file)
     route = Route(geo=geo, pool=pool, account=account)
-    with common.stores(create=True) as stores, bar("pushing", None) as show_progress:
+    config = common.load().config
+    inputs = Inputs(
+        urls,
+        file,
+        intake.objects_as_events(
+            route=route,
+            priority=priority,
+            force=force,
+            window=seconds,
+            trace=trace,
+            host_by=config.pace.by,
+        ),
+    )
+    with (
+        common.stores(create=True, config=config) as stores,
+        bar("pushing", None) as show_progress,
+    ):
         done = stores.perform(
             lambda: intake.push(
                 stores.lifecycle,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -73,7 +73,7 @@ async def accept_all(
 
 async def push(
     lifecycle: Lifecycle,
-    urls: Iterable[str],
+    urls: Iterable[str | Event],
     *,
     clock: Clock,
     source: str = "push",
@@ -85,7 +85,7 @@ async def push(
     batch: int = 1000,
     on_progress: Callable[[Pushed], None] | None = None,
 ) -> Pushed:
-    """Accept one event for each URL. While the queue is full, the call waits.
+    """Accept these events, and one event for each URL. While the queue is full, the call waits.
 
     URLs are read lazily, so a list of millions needs little memory. Each batch is durable before
     the next one is read.
@@ -105,28 +105,59 @@ async def push(
             result.first = waiting[answers.index(Accepted.NEW)].id
         waiting.clear()
 
-    for url in urls:
-        try:
-            waiting.append(
-                event_of(
-                    url,
-                    id_=new_id(),
-                    source=source,
-                    route=route,
-                    priority=Priority.named(priority),
-                    force=force,
-                    window=window,
-                    trace=trace,
-                    host_by=lifecycle.settings.host_by,
+    for given in urls:
+        if isinstance(given, Event):
+            waiting.append(given)
+        else:
+            try:
+                waiting.append(
+                    event_of(
+                        given,
+                        id_=new_id(),
+                        source=source,
+                        route=route,
+                        priority=Priority.named(priority),
+                        force=force,
+                        window=window,
+                        trace=trace,
+                        host_by=lifecycle.settings.host_by,
+                    )
                 )
-            )
-        except BadUrl as e:
-            result.refused.append((url, e.reason))
+            except BadUrl as e:
+                result.refused.append((given, e.reason))
         if len(waiting) >= batch:
             await send()
     if waiting:
         await send()
     return result
+
+
+def objects_as_events(
+    *,
+    route: Route,
+    priority: str,
+    force: bool,
+    window: float | None,
+    trace: str | None,
+    host_by: Literal["host", "domain"],
+) -> Callable[[dict[str, Any]], Event]:
+    """Return a function that makes the event of a pushed JSON object, as sources do.
+
+    The arguments are the values that the object does not set. The function raises Refused.
+    """
+    from penstock.authoring.pipeline import Pipeline
+    from penstock.intake.mapping import Mapping
+
+    pipeline = Pipeline("push")
+    pipeline.source("push:", name="push", route=route, priority=priority, window=window)
+    mapping = Mapping(pipeline.sources[0], host_by=host_by)
+
+    def make(payload: dict[str, Any]) -> Event:
+        event = mapping.event(Finding(id=new_id(), payload=payload))
+        assert event is not None  # there is no `where` and no hook
+        return msgspec.structs.replace(event, force=force, trace=trace or event.trace)
+
+    return make
 
 
 # -- sources ---------------------------------------------------------------------------------------

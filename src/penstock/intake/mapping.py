@@ -1,8 +1,8 @@
 """Maps a source's finding to an event.
 
-Values come from the user's hook, from JMESPath expressions and from static values. The hook has
-precedence over the expressions, and the expressions over the static values. The worker that
-receives the event does not map it again.
+Values come from the user's hook, from JMESPath expressions, from `routing` in the payload and from
+static values, in this order of precedence. A value that is null is absent. The worker that receives
+the event does not map it again.
 """
 
 from __future__ import annotations
@@ -76,6 +76,8 @@ class Mapping:
             if said is None:
                 return None
             given |= said
+        if not any(key in given for key in ROUTE):
+            given |= _payload_route(payload)
         return self._made(finding, given)
 
     def _ask_hook(self, payload: dict[str, Any]) -> dict[str, Any] | None:
@@ -156,6 +158,28 @@ class Mapping:
         if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _deeper_than(data, MAX_DEPTH):
             raise Refused(f"its data is nested deeper than {MAX_DEPTH} levels")
         return data
+
+
+def _payload_route(payload: Pairs[str, Any]) -> dict[str, Any]:
+    """Return the parts of the route in `routing` of a payload: {"routing": {"geo": "US"}}.
+
+    `routing` may be JSON text, as in a column of a CSV file or of a Debezium row. Raises Refused if
+    it is neither an object nor null, or if it has a part that a route does not have.
+    """
+    found = payload.get("routing")
+    if isinstance(found, str):
+        try:
+            found = msgspec.json.decode(found) if found.strip() else None
+        except (msgspec.DecodeError, UnicodeError, ValueError, RecursionError):
+            raise Refused("its routing is no object but text") from None
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise Refused(f"its routing is no object but {type(found).__name__}")
+    given = {key: value for key, value in found.items() if value is not None}
+    if unknown := sorted(str(key) for key in given if key not in ROUTE):
+        raise Refused(f"its routing has no {unknown[0][:100]!r}; it has {', '.join(ROUTE)}")
+    return given
 
 
 def _route(static: Route, given: Pairs[str, Any]) -> Route:

@@ -39,9 +39,24 @@ _TOLD = {
         },
     },
 }
+_HINT = {"type": ["string", "null"], "minLength": 1, "maxLength": 512}
+_ROUTING = {
+    "type": ["object", "null"],
+    "description": "route of the event. A part that is null is absent",
+    "properties": {
+        "geo": _HINT,
+        "pool": _HINT,
+        "account": _HINT,
+        "render": {"type": ["boolean", "null"]},
+    },
+}
 _ITEM = {
     "anyOf": [
-        {"type": "object", "properties": {"url": {"type": "string"}}, "additionalProperties": True},
+        {
+            "type": "object",
+            "properties": {"url": {"type": "string"}, "routing": _ROUTING},
+            "additionalProperties": True,
+        },
         {"type": "string", "format": "uri"},
     ]
 }

@@ -233,7 +233,9 @@ def _read(text: str, length: int) -> tuple[str | None, dict[str, Any], str]:
         except (msgspec.DecodeError, ValueError, RecursionError) as e:
             wrong = f"the element is no JSON: {str(e)[:200]}"
         else:
-            method = found.get("method", "GET")
+            method = found.get("method")
+            if method is None:
+                return None, found, ""
             if isinstance(method, str) and method.upper() == "GET":
                 return None, found, ""
             wrong = f"the element asks for {str(method)[:20]}, and pages are fetched with GET"

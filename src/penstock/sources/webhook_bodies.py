@@ -159,7 +159,7 @@ def _event(value: Any, where: str = "") -> Item:
         try:
             data = (
                 _json(base64.b64decode(raw, validate=True), where)
-                if isinstance(raw, str) and "data" not in value
+                if isinstance(raw, str) and data is None
                 else None
             )
         except (binascii.Error, ValueError):
@@ -211,7 +211,7 @@ def _cloudevent(attributes: dict[str, Any], data: Any, where: str, *, in_body: b
         subject
         if isinstance(subject, str)
         and re.match(r"https?://", subject, re.I)
-        and "url" not in payload
+        and payload.get("url") is None
         else None
     )
     return Item(
