@@ -457,6 +457,7 @@ class Failure(Exception):
         self.kind, self.reason, self.code = kind, reason, code
         self.after, self.status, self.detail = after, status, detail
         self.waits_for = waits_for
+        self.progress = b""  # of a redirect chain that was delayed, for the next attempt
 
 
 class Ack(msgspec.Struct, frozen=True, tag=True):

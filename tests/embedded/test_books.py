@@ -880,6 +880,45 @@ async def test_a_dead_owners_oldest_duplicate_is_promoted_once_with_a_new_budget
     assert await rig.receive() == []
 
 
+@pytest.mark.parametrize("end", ["success", "retry", "dead", "purge"])
+async def test_the_progress_of_a_redirect_is_kept_until_the_next_attempt_ends(
+    rig: Rig, end: str
+) -> None:
+    await rig.accept("e1")
+    (begun,) = await rig.start("e1")
+    assert begun[2].progress == b""
+    await rig.conclude(begun, "park", until=rig.clock.now() + 60.0, progress=b"at b")
+    rig.clock.advance(61.0)
+    (begun,) = await rig.start("e1")
+    assert begun[2].progress == b"at b"
+    await rig.conclude(begun, "release", had_progress=True)
+    (begun,) = await rig.start("e1")
+    assert begun[2].progress == b"at b", "a shutdown does not lose it"
+    await rig.conclude(
+        begun, "park", until=rig.clock.now() + 60.0, progress=b"at c", had_progress=True
+    )
+    if end == "purge":
+        await rig.dead_letters.purge("requests", "purged by hand")
+    else:
+        rig.clock.advance(61.0)
+        (begun,) = await rig.start("e1")
+        assert begun[2].progress == b"at c"
+        more = {"body": b"page"} if end == "success" else {}
+        await rig.conclude(begun, end, had_progress=True, **more)  # type: ignore[arg-type]
+    assert rig.sql("SELECT * FROM redirect") == []
+
+
+async def test_a_redriven_event_follows_its_redirects_from_the_beginning(rig: Rig) -> None:
+    await rig.accept("e1")
+    (begun,) = await rig.start("e1")
+    await rig.conclude(begun, "park", until=rig.clock.now(), progress=b"at b")
+    (begun,) = await rig.start("e1")
+    await rig.die(begun)  # as if the progress had not been deleted
+    assert await rig.dead_letters.redrive(["e1"]) == 1
+    (begun,) = await rig.start("e1")
+    assert begun[2].progress == b""
+
+
 async def test_a_dead_owner_releases_its_claim_on_the_url(rig: Rig) -> None:
     await rig.accept("e1")
     (begun,) = await rig.start("e1")

@@ -17,8 +17,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from penstock.fetching import redirects
 from penstock.fetching.stage import FetchOptions, FetchStage
 from penstock.model import Ask, ErrorClass, Event, Failure, Route
+from penstock.net.cookies import Jar
 from penstock.net.guard import Guard, parse_allow
 from penstock.net.http import CurlFetcher, HttpOptions
 from penstock.ports import Baseline, Response
@@ -128,10 +130,11 @@ class Rig:
         ask: Ask | None = None,
         baseline: Baseline | None = None,
         force: bool = False,
+        progress: bytes = b"",
     ) -> Response:
         url = canonical_url(path if "://" in path else self.web.url(path))
         event = Event(id="e", url=url, key=host_key(url), ask=ask or Ask(), force=force)
-        return await self.stage.fetch(event, baseline)
+        return await self.stage.fetch(event, baseline, progress=progress)
 
     async def answer(
         self, event: Event, baseline: Baseline | None = None
@@ -149,9 +152,9 @@ class Rig:
     def event(self, path: str, **more: Any) -> Event:
         return Event(id="e", url=self.web.url(path), key=self.key, **more)
 
-    async def fails(self, path: str, *, ask: Ask | None = None) -> Failure:
+    async def fails(self, path: str, *, ask: Ask | None = None, progress: bytes = b"") -> Failure:
         with pytest.raises(Failure) as caught:
-            await self.fetch(path, ask=ask)
+            await self.fetch(path, ask=ask, progress=progress)
         return caught.value
 
 
@@ -548,13 +551,15 @@ async def test_a_delayed_redirect_chain_continues_and_repeats_no_request() -> No
         r.web.route("/b", Reply(302, {"location": "/c", "set-cookie": "seen=b"}))
         r.web.route("/c", PAGE)
         await r.hosts.reserve({r.key: 1})
+        progress = b""
         for _ in range(2):
-            failure = await r.fails("/a")
+            failure = await r.fails("/a", progress=progress)
             assert failure.kind is ErrorClass.THROTTLED
-            assert await r.answer(r.event("/a")) is None, "it needs a task"
+            progress = failure.progress
+            assert progress
             r.time.at += failure.after or 0.0
             await r.hosts.reserve({r.key: 1})  # as the worker does before a retry
-        answer = await r.fetch("/a")
+        answer = await r.fetch("/a", progress=progress)
         assert (answer.url, [hop.url for hop in answer.hops]) == (
             r.web.url("/c"),
             [r.web.url("/a"), r.web.url("/b")],
@@ -571,12 +576,67 @@ async def test_a_chain_delayed_for_another_host_waits_for_a_slot_of_that_host() 
         r.web.route("/a", to(r.web.url("/b", port=other)))
         r.web.route("/b", PAGE)
         await r.hosts.reserve({f"127.0.0.1:{other}": 2})
+        progress = b""
         for n in (2, 1):  # slots that other events have reserved
-            assert (await r.fails("/a")).after == pytest.approx(60.0 * n)
+            failure = await r.fails("/a", progress=progress)
+            assert failure.after == pytest.approx(60.0 * n)
+            progress = failure.progress
             r.time.at += 60.0
-        assert (await r.fetch("/a")).status == 200
+        assert (await r.fetch("/a", progress=progress)).status == 200
         assert r.web.counts == {"/a": 1, "/b": 1}
         assert r.hosts.slots[-1] == (f"127.0.0.1:{other}", r.time.now())
+
+
+async def test_a_delayed_chain_keeps_cookies_and_loops_but_checks_robots_again() -> None:
+    seen: list[str] = []
+
+    def target(request: Request) -> Reply:
+        seen.append(request.headers.get("cookie", ""))
+        return to("/a")
+
+    async with rig(limits=rules.Limits(rate=1 / 60, jitter=0.0), robots="ignore") as r:
+        r.web.route("/a", Reply(302, {"location": "/b", "set-cookie": "seen=a; Path=/"}))
+        r.web.route("/b", target)
+        await r.hosts.reserve({r.key: 1})
+        progress = (await r.fails("/a")).progress
+        r.time.at += 60.0
+        await r.hosts.reserve({r.key: 1})
+        failure = await r.fails("/a", progress=progress)
+        assert seen == ["seen=a"]
+        assert failure.kind is ErrorClass.THROTTLED, "the request of /a has another cookie now"
+    async with rig(limits=rules.Limits(rate=1 / 60, jitter=0.0)) as r:
+        r.web.route("/robots.txt", "User-agent: *\nDisallow: /b")
+        r.web.route("/b", PAGE)
+        moved = msgspec.msgpack.decode(progress) | {"url": r.web.url("/b")}
+        r.time.at += 60.0
+        forbidden = await r.fails("/a", progress=msgspec.msgpack.encode(moved))
+        assert forbidden.reason == "robots.txt disallows it"
+        assert r.web.counts["/b"] == 0
+
+
+async def test_an_expired_or_unreadable_progress_starts_from_the_first_url() -> None:
+    async with rig(robots="ignore", limits=rules.Limits(rate=None)) as r:
+        r.web.route("/a", PAGE)
+        r.web.route("/b", "wrong")
+        chain = redirects.RedirectChain(
+            r.web.url("/b"), r.key, "GET", None, {}, False, None, [], set()
+        )
+        for progress in (b"\xc1", b"\x80", redirects.save(chain, None, r.time.now() - 601.0)):
+            assert (await r.fetch("/a", progress=progress)).url == r.web.url("/a")
+        saved = redirects.save(chain, None, r.time.now())
+        assert (await r.fetch("/a", progress=saved)).url == r.web.url("/b")
+
+
+def test_the_progress_has_no_cookies_of_an_account_and_a_limited_size() -> None:
+    jar = Jar()
+    jar.store("https://shop.test/", {"set-cookie": "session=secret"}, 1.0)
+    chain = redirects.RedirectChain(
+        "https://shop.test/b", "shop.test", "GET", None, {}, False, jar, [], set()
+    )
+    assert b"secret" not in redirects.save(chain, jar, 1.0)
+    assert b"secret" in redirects.save(chain, None, 1.0)
+    chain.headers = {"x": "y" * redirects.MAX_PROGRESS}
+    assert redirects.save(chain, None, 1.0) == b""
 
 
 async def test_an_unconditional_second_request_for_a_page_waits_for_its_own_slot() -> None:
@@ -589,7 +649,8 @@ async def test_an_unconditional_second_request_for_a_page_waits_for_its_own_slot
         assert caught.value.after == pytest.approx(60.0)
         r.time.at += 60.0
         await r.hosts.reserve({r.key: 1})
-        assert (await r.stage.fetch(r.event("/a"), baseline)).status == 200, (
+        again = await r.stage.fetch(r.event("/a"), baseline, progress=caught.value.progress)
+        assert again.status == 200, (
             "the retry stays unconditional, or the server would answer 304 each time"
         )
         assert r.web.counts == {"/a": 2}

@@ -206,6 +206,7 @@ class Admission:
             crashes=state.crashes,
             page=state.page,
             page_meta=state.page_meta or b"",
+            progress=tx.lookup.progress(state.n) if state.starts and needs_request else b"",
             baseline=None if holder is None else _baseline(tx, holder),
         )
 

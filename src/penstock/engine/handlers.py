@@ -190,6 +190,7 @@ class Handlers:
             turn=retry.turns(self._policies, "fetch", failures) if failures else 0,
             sleep=self._wait_without_permit,
             again=again,
+            progress=b"" if again else item.admitted.progress,
         )
 
     def _on_response(self, item: InflightEvent, answer: Response | BaseException) -> None:

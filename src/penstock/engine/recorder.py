@@ -84,6 +84,7 @@ class Recorder:
             response_hash=meta.page if meta else None,
             was_writing=self._first == "sink",
             restarted=admitted.starts > 0,
+            had_progress=bool(admitted.progress),
         )
         end = msgspec.structs.replace(end, **more)
         item.state = State.OUTCOME
@@ -106,6 +107,7 @@ class Recorder:
                 reason=_clean(f.reason),
                 until=now + (f.after or WAIT),
                 waits_for=f.waits_for,
+                progress=f.progress,
                 stage=stage,
                 error_class=f.kind,
             )
@@ -118,6 +120,7 @@ class Recorder:
                     "park",
                     reason=_clean(f.reason),
                     until=now + (f.after or 1.0),
+                    progress=f.progress,
                     stage=stage,
                     error_class=f.kind,
                 )
@@ -151,6 +154,7 @@ class Recorder:
             reason=reason,
             detail=_clean(f.detail),
             until=now + decision.delay,
+            progress=f.progress,
             stage=stage,
             error_class=f.kind,
             response_status=f.status,
@@ -216,6 +220,7 @@ def _rejected(end: End, e: Exception) -> End:
         detail=_clean("".join(traceback.format_exception(e))),
         fingerprint=fingerprint(end.stage, ErrorClass.OURS, reason),
         was_writing=end.was_writing,
+        had_progress=end.had_progress,
     )
 
 

@@ -10,9 +10,11 @@ from typing import Literal
 
 import msgspec
 
+from penstock.fetching import redirects
 from penstock.fetching.proxies import Proxies
+from penstock.fetching.redirects import RedirectChain
 from penstock.fetching.robots import RobotsTxt
-from penstock.fetching.sending import REDIRECTS, FetchOptions, Sender, Sleep, keep
+from penstock.fetching.sending import REDIRECTS, FetchOptions, Sender, Sleep
 from penstock.model import ErrorClass, Event, Failure, Reason
 from penstock.net.cookies import Jar
 from penstock.ports import (
@@ -45,25 +47,6 @@ _CROSS_ORIGIN_HEADERS = frozenset(
         "user-agent",
     }
 )
-_MAX_DELAYED_CHAINS = 8192  # above this, the oldest delayed redirect chain is dropped
-# Seconds after the retry of a delayed chain is due. After that, the chain starts from the event's
-# URL again.
-_CHAIN_RETENTION = 600.0
-
-
-class _RedirectChain(msgspec.Struct):
-    """State of one request while redirects are followed."""
-
-    url: str
-    host: str
-    method: str
-    body: bytes | None
-    headers: dict[str, str]
-    conditional: bool
-    jar: Jar | None
-    hops: list[Hop] = []
-    seen: set[tuple[str, str, str]] = set()  # (method, URL, cookies) of the requests sent
-    until: float = 0.0  # when the state of a delayed chain expires
 
 
 class _Running(msgspec.Struct, eq=False):
@@ -76,6 +59,7 @@ class _Running(msgspec.Struct, eq=False):
     turn: int
     sleep: Sleep | None
     again: bool
+    progress: bytes
     part: Cancellable | None = None
 
     def cancel(self) -> None:
@@ -101,6 +85,7 @@ class _Running(msgspec.Struct, eq=False):
                 answer=answer,
                 sleep=self.sleep,
                 again=self.again,
+                progress=self.progress,
             )
         )
         task.add_done_callback(self._on_task_end)
@@ -133,9 +118,6 @@ class FetchStage:
         self._options = options or FetchOptions()
         self._sender = Sender(fetcher, pace, clock)
         self._robots = RobotsTxt(self._sender, robots_cache, pace, clock, self._options)
-        # Event id -> redirect chain. Kept in this worker's memory. Without it, each retry would
-        # start from the first URL, and a chain on a slow host would never end.
-        self._delayed_chains: dict[str, _RedirectChain] = {}
 
     @property
     def key_by(self) -> Literal["host", "domain"]:
@@ -150,10 +132,16 @@ class FetchStage:
         turn: int = 0,
         sleep: Sleep | None = None,
         again: bool = False,
+        progress: bytes = b"",
     ) -> _Running:
         """See ports.PageFetcher."""
-        running = _Running(self, event, baseline, done, turn, sleep, again)
-        if not again and self._needs_one_request(event) and self._direct is not None:
+        running = _Running(self, event, baseline, done, turn, sleep, again, progress)
+        if (
+            not again
+            and not progress
+            and self._needs_one_request(event)
+            and self._direct is not None
+        ):
             headers, _ = self._headers(event, baseline)
             running.part = self._direct.begin(event.url, headers, running.on_response)
         if running.part is None:
@@ -172,7 +160,6 @@ class FetchStage:
             and ask.body is None
             and not route.account
             and not proxies.needs_proxy(route)
-            and event.id not in self._delayed_chains
             and not self._pace.blocked_until(event.key)
             and self._robots.allows_now(event.url, event.key)
         )
@@ -206,6 +193,7 @@ class FetchStage:
         answer: Response | None = None,
         sleep: Sleep | None = None,
         again: bool = False,
+        progress: bytes = b"",
     ) -> Response:
         """Return the final, successful response with its redirects. Raise Failure otherwise.
 
@@ -215,15 +203,20 @@ class FetchStage:
         `answer` is the response to the first request, if `start` has sent it.
         `sleep` waits for a slot. A caller can pass a function that frees its permit.
         `again` is True if the event's slot has already been used.
+        `progress` is that of an earlier failure. Its redirects are continued.
         """
         sleep = sleep or self._clock.sleep
         if proxy is not None or not proxies.needs_proxy(event.route):
-            return await self._fetch_chain(event, baseline, proxy, sleep, answer, again)
+            return await self._fetch_chain(event, baseline, proxy, sleep, answer, again, progress)
         if self._proxies is None:
             proxies.plan({}, event.route, key=event.id)  # raises Failure: there is no pool
             raise AssertionError
         return await self._proxies.through(
-            event, turn, lambda dsn: self._fetch_chain(event, baseline, dsn, sleep, again=again)
+            event,
+            turn,
+            lambda dsn: self._fetch_chain(
+                event, baseline, dsn, sleep, again=again, progress=progress
+            ),
         )
 
     async def _fetch_chain(
@@ -234,14 +227,15 @@ class FetchStage:
         sleep: Sleep,
         answer: Response | None = None,
         again: bool = False,
+        progress: bytes = b"",
     ) -> Response:
         account, o = event.route.account, self._options
         account_jar = self._proxies.jar(account) if account and self._proxies is not None else None
         started = self._clock.now()
-        chain = self._delayed_chains.pop(event.id, None)
-        if chain is None or chain.until < started or answer is not None:
+        chain = redirects.resume(progress, event, account_jar, key_by=o.key_by, now=started)
+        if chain is None:
             # Without an account, only cookies that are set during the redirects are sent.
-            chain = _RedirectChain(
+            chain = RedirectChain(
                 event.url,
                 event.key,
                 event.ask.method,
@@ -283,8 +277,10 @@ class FetchStage:
                 e.own = e.own and not chain.hops
                 raise
             except Failure as e:
+                # The next attempt, maybe of another worker, does not repeat these requests.
                 if (chain.hops or again) and e.kind is ErrorClass.THROTTLED:
-                    self._save_progress(event.id, chain, e.after or 0.0)
+                    due = self._clock.now() + (e.after or 0.0)
+                    e.progress = redirects.save(chain, account_jar, due)
                 raise
             location = response.headers.get("location") if response.status in REDIRECTS else None
             if "set-cookie" in response.headers and (
@@ -306,7 +302,7 @@ class FetchStage:
                 raise breach(
                     Reason.REDIRECTS, f"more than {o.max_redirects}", status=response.status
                 )
-            chain.seen.add((chain.method, chain.url, cookies))
+            chain.seen.add(redirects.mark(chain.method, chain.url, cookies))
             self._redirect_to(
                 chain, self._redirect_target(chain.url, location, response.status), response.status
             )
@@ -328,7 +324,7 @@ class FetchStage:
             )
         return msgspec.structs.replace(response, hops=tuple(chain.hops)) if chain.hops else response
 
-    def _redirect_to(self, chain: _RedirectChain, target: str, status: int) -> None:
+    def _redirect_to(self, chain: RedirectChain, target: str, status: int) -> None:
         """Update the request for the next hop of a redirect. Raise Failure if it is not allowed."""
         if (chain.method == "POST" and status in (301, 302)) or (
             chain.method not in ("GET", "HEAD") and status == 303
@@ -341,24 +337,16 @@ class FetchStage:
                     Reason.NOWHERE, "the request's body would go to another origin", status=status
                 )
             chain.headers = {k: v for k, v in chain.headers.items() if k in _CROSS_ORIGIN_HEADERS}
-        if (chain.method, target, self._cookies(chain, target)) in chain.seen:
+        if redirects.mark(chain.method, target, self._cookies(chain, target)) in chain.seen:
             raise breach(Reason.LOOP, status=status)
         chain.url, chain.host = target, host_key(target, self._options.key_by)
 
-    def _cookies(self, chain: _RedirectChain, url: str) -> str:
+    def _cookies(self, chain: RedirectChain, url: str) -> str:
         return (
             chain.jar.header(url, self._clock.now())
             if chain.jar and "cookie" not in chain.headers
             else ""
         )
-
-    def _save_progress(self, event: str, chain: _RedirectChain, after: float) -> None:
-        """Save how far a delayed redirect chain came, so that the retry does not repeat requests.
-
-        Called if a host of the chain is throttled, or its slot is too late.
-        """
-        chain.until = self._clock.now() + after + _CHAIN_RETENTION
-        keep(self._delayed_chains, event, chain, _MAX_DELAYED_CHAINS)
 
     async def close(self) -> None:
         await self._robots.close()

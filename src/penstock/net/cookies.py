@@ -1,13 +1,13 @@
 """Cookie jar (RFC 6265): stores cookies of responses and selects those to send.
 
-Each account has a separate jar. Jars are not persistent.
+Each account has a separate jar. Jars of accounts are not persistent.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -34,11 +34,15 @@ class Cookie(msgspec.Struct, frozen=True):
 
 
 class Jar:
-    """Cookies of one account. Not thread-safe."""
+    """Cookies of one account, or of one chain of redirects. Not thread-safe."""
 
-    def __init__(self) -> None:
-        self._cookies: dict[tuple[str, str, str], Cookie] = {}
-        self._n = 0
+    def __init__(self, cookies: Iterable[Cookie] = ()) -> None:
+        self._cookies = {(c.domain, c.path, c.name): c for c in cookies}
+        self._n = 1 + max((c.n for c in self._cookies.values()), default=-1)
+
+    @property
+    def cookies(self) -> list[Cookie]:
+        return list(self._cookies.values())
 
     def __len__(self) -> int:
         return len(self._cookies)

@@ -65,6 +65,7 @@ class Admitted(msgspec.Struct, kw_only=True):
     baseline: Baseline | None = None
     page: str | None = None  # id of a page that is already fetched, and not fetched again
     page_meta: bytes = b""  # PageMeta of that page, as msgpack
+    progress: bytes = b""  # of a redirect chain that was delayed
 
 
 class PageMeta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -98,6 +99,8 @@ class End(msgspec.Struct, kw_only=True):
     until: float = 0.0  # time until which a retried or parked event is delayed
     # What a delayed event waits for if time alone does not help, for example "host:shop.example".
     waits_for: str = ""
+    progress: bytes = b""  # of a redirect chain that is delayed
+    had_progress: bool = False  # the ledger has the progress of an earlier attempt
     meta: PageMeta | None = None
     records: Sequence[Record] = ()
     links: Sequence[Link] = ()

@@ -96,6 +96,7 @@ class PageFetcher(Protocol):
         turn: int = 0,
         sleep: Callable[[float], Awaitable[None]] | None = None,
         again: bool = False,
+        progress: bytes = b"",
     ) -> Cancellable:
         """Start to fetch the page. Most pages need one request, which runs without a task.
 
@@ -104,5 +105,6 @@ class PageFetcher(Protocol):
         returns.
 
         `turn` is the number of proxy pools that the event has moved on by. `sleep` is the function
-        that waits for a slot. `again` is True if the event's slot was already used.
+        that waits for a slot. `again` is True if the event's slot was already used. `progress` is
+        that of an earlier Failure of this event. Its redirects are continued.
         """

@@ -174,6 +174,9 @@ class EventLookup(Protocol):
     def failures(self, n: int) -> dict[str, int]:
         """Return recorded failures by error class, since the start of the current budget."""
 
+    def progress(self, n: int) -> bytes:
+        """Return the progress of an event's delayed redirect chain, or b""."""
+
     def oldest_duplicate(self, owner: str) -> StoredEvent | None:
         """Return the duplicate to promote when `owner` is dead.
 

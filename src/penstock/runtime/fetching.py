@@ -69,6 +69,7 @@ def fetch_options(
 ) -> FetchOptions:
     return FetchOptions(
         slot_wait=slot_wait,
+        hop_wait=slot_wait,
         agent=product_token(config.net.user_agent),
         robots="ignore" if ignore_robots else config.robots,
         allow_downgrade=config.fetch.allow_downgrade,

@@ -28,6 +28,7 @@ _FENCE = "SELECT fence FROM event WHERE n=? AND status IN ('in_flight','writing'
 _ENDED = "crashes=CASE WHEN crashes>0 THEN crashes-1 ELSE 0 END"
 # Condition: the fence belongs to the current start, which has not ended.
 _CURRENT = "n=? AND fence=? AND status IN ('in_flight','writing')"
+_FORGET = "DELETE FROM redirect WHERE event=?"
 OPEN = frozenset({"pending", "delayed", "in_flight", "writing"})
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -149,6 +150,7 @@ class SqlEvents(LedgerTable):
         self._tx.executemany(
             "DELETE FROM needed WHERE event=?", [(end.row,) for end in done if end.restarted]
         )
+        self._tx.executemany(_FORGET, [(end.row,) for end in done if end.had_progress])
         alike: dict[tuple[str, str], list[int]] = {}
         for end in done:
             alike.setdefault((end.stage, end.reason), []).append(end.row)
@@ -215,6 +217,8 @@ class SqlEvents(LedgerTable):
             " waits_for=NULL WHERE n=?",
             (of, now, reason, was.n),
         )
+        if was.starts:
+            self._tx.execute(_FORGET, (was.n,))
         self._record(was.n, now, "duplicate", reason=reason)
         self._count(event.topic, {was.status: -1, "duplicate": 1})
 
@@ -281,7 +285,7 @@ class SqlEvents(LedgerTable):
             (int(promoted), int(promoted), reason, position, n),
         )
         self._tx.execute("UPDATE envelope SET body=? WHERE event=?", (envelope, n))
-        for table in ("fetched", "needed"):  # the event is fetched again
+        for table in ("fetched", "needed", "redirect"):  # the event is fetched again
             self._tx.execute(f"DELETE FROM {table} WHERE event=?", (n,))
         self._record(n, now, "pending", reason=reason)
         self._count(event.topic, {was: -1, "pending": 1})
@@ -308,5 +312,13 @@ class SqlEvents(LedgerTable):
                 " ON CONFLICT(event) DO UPDATE SET page=excluded.page",
                 (end.row, end.meta.page),
             )
+        if end.progress and status == "delayed":
+            self._tx.execute(
+                "INSERT INTO redirect VALUES(?,?)"
+                " ON CONFLICT(event) DO UPDATE SET chain=excluded.chain",
+                (end.row, end.progress),
+            )
+        elif end.had_progress and end.outcome != "release":  # the next attempt starts again
+            self._tx.execute(_FORGET, (end.row,))
         self._record(end.row, now, status, end=end)
         return True

@@ -27,6 +27,8 @@ CREATE TABLE envelope(event INTEGER PRIMARY KEY, body BLOB NOT NULL);
 CREATE TABLE fetched(event INTEGER PRIMARY KEY, page TEXT NOT NULL, meta BLOB NOT NULL);
 -- Pages of delayed and dead events. Retention keeps them.
 CREATE TABLE needed(event INTEGER PRIMARY KEY, page TEXT NOT NULL);
+-- Progress of redirect chains of delayed events.
+CREATE TABLE redirect(event INTEGER PRIMARY KEY, chain BLOB NOT NULL);
 CREATE INDEX event_url ON event(url_key, n);
 CREATE INDEX event_trace ON event(trace);
 CREATE INDEX event_delayed ON event(not_before) WHERE status='delayed';

@@ -130,6 +130,10 @@ class SqlEventLookup(LedgerTable):
             )
         )
 
+    def progress(self, n: int) -> bytes:
+        """Return the progress of an event's delayed redirect chain, or b""."""
+        return self._tx.execute("SELECT chain FROM redirect WHERE event=?", (n,)).get or b""
+
     def oldest_duplicate(self, owner: str) -> StoredEvent | None:
         if self._tx.execute("SELECT promoted FROM event WHERE id=?", (owner,)).get:
             return None

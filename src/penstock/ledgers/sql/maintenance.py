@@ -101,6 +101,7 @@ class SqlEventMaintenance(LedgerTable):
             "UPDATE event SET status='dead', finished_at=?, reason=?, waits_for=NULL WHERE n=?",
             (now, letter.reason, event.n),
         )
+        self._tx.execute("DELETE FROM redirect WHERE event=?", (event.n,))
         self._record(event.n, now, "dead", reason=letter.reason)
         SqlDeadLetters(self._tx).put(letter, now)
         self._count(event.topic, {event.status: -1, "dead": 1})
@@ -175,7 +176,7 @@ class SqlEventMaintenance(LedgerTable):
             and (row[1] == "duplicate" or not keep(row[4], row[5]))
         ]
         rows = [(row[0],) for row in old]
-        for table in ("envelope", "fetched", "needed"):
+        for table in ("envelope", "fetched", "needed", "redirect"):
             self._tx.executemany(f"DELETE FROM {table} WHERE event=?", rows)
         self._ledger.forget_history(self._tx, rows, before)
         self._tx.executemany("DELETE FROM event WHERE n=?", rows)
