@@ -21,8 +21,10 @@ from penstock.operate.disk import check_disk
 from penstock.operate.figures import joined, lasting, plural, short, size
 from penstock.operate.findings import Finding, Opening, open_all
 from penstock.operate.sink_files import check_sinks
+from penstock.operate.waiting import waits_in
 from penstock.ports.reports import SCAN
 from penstock.rules.reasons import code_of
+from penstock.rules.waiting import EXTRACTOR, HOST, TOPIC
 
 if TYPE_CHECKING:
     from penstock.authoring.pipeline import Pipeline
@@ -225,7 +227,7 @@ def store(
     yield from check_sinks(uow, audit, one_machine=file is not None, now=now)
     yield from _pages(uow)
     yield _clock(audit, db, clock)
-    yield from _paused(uow)
+    yield from _waits(uow)
 
 
 def _clock(audit: Audit, db: StoreFile, clock: Clock) -> Finding:
@@ -260,18 +262,22 @@ def compare_clocks(skew: float, server: str) -> Finding | None:
     )
 
 
-def _paused(uow: UnitOfWork) -> Iterator[Finding]:
-    """Report topics that are paused, by an operator (a warning) or by the breaker."""
-    for topic, reason in uow.snapshot(lambda tx: tx.queue.paused()).items():
-        broken = code_of(reason) is Reason.BREAKER
+def _waits(uow: UnitOfWork) -> Iterator[Finding]:
+    """Report open breakers (a failure), and other causes that only an operator ends."""
+    for w in uow.snapshot(waits_in):
+        kind = w.cause.partition(":")[0]
+        check = "paused" if w.cause.startswith((TOPIC, HOST, EXTRACTOR)) else "waiting"
+        opened = bool(w.reason) and code_of(w.reason) in (Reason.BREAKER, Reason.BREAKER_HOSTS)
+        waiting = f", {plural(w.events, 'event')} waiting" if w.events else ""
+        why = f": {w.reason}" if w.reason else ""
         yield Finding(
-            "paused",
-            "fail" if broken else "warn",
-            f"{topic}: {reason}",
-            f"read `penstock dlq ls`, mend the cause, then run `penstock topics resume {topic}`"
-            if broken
-            else f"penstock topics resume {topic}",
-            "breaker.topic" if broken else "paused.topic",
+            check,
+            "fail" if opened else "warn",
+            f"{w.what}{waiting}{why}",
+            f"read `penstock dlq ls`, mend the cause, then run `{w.next_step}`"
+            if opened
+            else w.next_step,
+            f"breaker.{kind}" if opened else f"{check}.{kind}",
         )
 
 
