@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 from tests.e2e.harness import SHOP, Project, Site, Target, free_port, product, wait_for
+from tests.e2e.layouts import lay_out, layouts
 from tests.e2e.silent_servers import BlackHole
 from tests.servers import Handle
+
+from penstock.testing.web import Reply
 
 KEYS = {"code", "severity", "message", "next_step"}
 
@@ -163,6 +166,19 @@ def test_doctor_warns_of_a_topic_that_an_operator_paused(ran: Project) -> None:
     assert "penstock topics resume requests" in found["paused.topic"]["next_step"]
 
 
+def test_doctor_finds_an_open_breaker(project: Project, site: Site) -> None:
+    project.set(breaker_min="2", retry_budget="0")
+    site.serve("/p/*", Reply(403))
+    project.push(*(site.url(f"/p/{n}") for n in range(6)))
+    project.run(expect=1)
+    code, found = diagnose(project)
+    assert code == 5
+    opened = [finding for name, finding in found.items() if name.startswith("breaker.")]
+    assert opened, found
+    assert all(finding["severity"] == "error" for finding in opened)
+    assert any(" resume " in finding["next_step"] for finding in opened)
+
+
 def test_doctor_finds_a_sink_that_was_down_at_the_last_try(ran: Project) -> None:
     (ran.dir / "out").write_text("in the way")
     ran.write("shop.py", SHOP.replace("jsonl:products.jsonl", "jsonl:out/products.jsonl"))
@@ -280,6 +296,19 @@ def test_doctor_opens_the_proxies(ran: Project, site: Site, black_hole: BlackHol
     assert str(dead) in found[0]["message"]
     assert str(black_hole.port) in found[1]["message"]
     assert "secret" not in done.out
+
+
+@pytest.mark.parametrize("layout", layouts("redis", "rabbitmq", "kafka", "sqs", "postgres"))
+def test_doctor_opens_each_kind_of_broker(
+    project: Project, server: Callable[[str], Handle], site: Site, layout: str
+) -> None:
+    lay_out(project, layout, server)
+    project.push(site.serve("/p/1", product(1)))
+    project.run()
+    code, found = diagnose(project, "shop.py")
+    assert code == 0, found
+    project.run()  # doctor left the topics as they were
+    assert len(project.rows()) == 1
 
 
 @pytest.mark.server("redis")

@@ -263,21 +263,21 @@ def compare_clocks(skew: float, server: str) -> Finding | None:
 
 
 def _waits(uow: UnitOfWork) -> Iterator[Finding]:
-    """Report open breakers (wrong), and other causes that only an operator ends (warnings)."""
+    """Report open breakers (a failure), and other causes that only an operator ends."""
     for w in uow.snapshot(waits_in):
-        broken = code_of(w.reason) in (Reason.BREAKER, Reason.BREAKER_HOSTS)
-        paused = w.cause.startswith((TOPIC, HOST, EXTRACTOR))
+        kind = w.cause.partition(":")[0]
+        check = "paused" if w.cause.startswith((TOPIC, HOST, EXTRACTOR)) else "waiting"
+        opened = bool(w.reason) and code_of(w.reason) in (Reason.BREAKER, Reason.BREAKER_HOSTS)
         waiting = f", {plural(w.events, 'event')} waiting" if w.events else ""
         why = f": {w.reason}" if w.reason else ""
-        kind = "breaker" if broken else "paused" if paused else "waiting"
         yield Finding(
-            "paused" if paused else "waiting",
-            "fail" if broken else "warn",
+            check,
+            "fail" if opened else "warn",
             f"{w.what}{waiting}{why}",
             f"read `penstock dlq ls`, mend the cause, then run `{w.next_step}`"
-            if broken
+            if opened
             else w.next_step,
-            f"{kind}.{w.cause.partition(':')[0]}",
+            f"breaker.{kind}" if opened else f"{check}.{kind}",
         )
 
 
