@@ -213,6 +213,23 @@ async def test_configured_updates_are_findings_that_list_their_unchanged_columns
     assert "unchanged" not in full.payload["_cdc"]
 
 
+async def test_configured_deletes_are_findings_with_the_columns_of_the_deleted_row(
+    rig: Rig,
+) -> None:
+    async with rig.reading(operations="insert") as batches:
+        await rig.ready(batches)
+    async with rig.reading(operations="insert,delete") as batches:
+        await rig.ready(batches)
+        rig.run("ALTER TABLE scrape_requests REPLICA IDENTITY FULL")
+        rig.insert("https://shop.test/1", "https://shop.test/2")
+        rig.run("UPDATE scrape_requests SET note = 'x'")
+        rig.run("DELETE FROM scrape_requests WHERE url = 'https://shop.test/1'")
+        await rig.until(batches, lambda: len(rig.accepted) == 3)
+        await rig.idle(batches)
+    assert rig.urls == ["https://shop.test/1", "https://shop.test/2", "https://shop.test/1"]
+    assert [f.payload["_cdc"]["op"] for f in rig.accepted.values()] == ["insert"] * 2 + ["delete"]
+
+
 async def test_updates_are_ignored_by_default(rig: Rig) -> None:
     async with rig.reading() as batches:
         await rig.ready(batches)

@@ -53,7 +53,7 @@ def opened(url: str, directory: Path, **options: Any) -> Any:
         ("postgres+cdc://u:hidden@h/db", {"table": "a.b.c"}, "is not a table name"),
         ("postgres+cdc://u:hidden@h/db?table=a", {"table": "b"}, "table is set twice"),
         ("postgres+cdc://u:hidden@h/db?slot=Mine", {}, "is not a valid slot name"),
-        ("postgres+cdc://u:hidden@h/db?operations=delete", {}, "operations is 'delete'"),
+        ("postgres+cdc://u:hidden@h/db?operations=merge", {}, "operations is 'merge'"),
         ("postgres+cdc://u:hidden@h/db?snapshot=maybe", {}, "snapshot is 'maybe'"),
         ("postgres+cdc://u:hidden@h/db", {"max_lag": "lots"}, "max_lag is 'lots'"),
         ("postgres+cdc://u:hidden@h/db", {"max_lag": "1KiB"}, "max_lag is '1KiB'"),

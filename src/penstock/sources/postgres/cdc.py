@@ -24,6 +24,7 @@ from penstock.sources.postgres.pgoutput import lsn_of, lsn_text
 from penstock.sources.postgres.position import Cursor
 from penstock.sources.postgres.settings import CdcSettings, as_text, identifier
 from penstock.sources.postgres.slot_reader import SlotReader
+from penstock.sources.postgres.snapshot import OPERATIONS, row_of_change
 
 T = TypeVar("T")
 IDLE_REPORT_INTERVAL = 1.0  # seconds without a change after which an empty batch is yielded
@@ -164,13 +165,13 @@ class CdcSource(BaseSource):
             (self.settings.slot, limit, identifier(self.settings.publication)),
         ):
             change = decoder.decode(bytes(data))
-            if isinstance(change, pgoutput.Insert | pgoutput.Update):
-                operation = "insert" if isinstance(change, pgoutput.Insert) else "update"
+            if isinstance(change, pgoutput.Insert | pgoutput.Update | pgoutput.Delete):
+                operation = OPERATIONS[type(change)]
                 if operation in self.settings.operations:
                     found.append(
                         _example(
                             change.relation.label,
-                            change.row,
+                            row_of_change(change),
                             operation,
                             f"{change.relation.label}: unread {operation} in the slot",
                         )

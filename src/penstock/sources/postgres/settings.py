@@ -113,10 +113,10 @@ def cdc_settings(spec: SourceSpec, config: Config) -> CdcSettings:
             hint="use at most 63 bytes, without NUL",
         )
     operations = frozenset(word.strip() for word in chosen["operations"].split(","))
-    if not operations or not operations <= {"insert", "update"}:
+    if not operations or not operations <= {"insert", "update", "delete"}:
         raise ConfigError(
             f"{where}: operations is {chosen['operations']!r}",
-            hint='use "insert", "update" or "insert,update"',
+            hint='use "insert", "update" and "delete", separated by commas',
         )
     if chosen["on_limit"] not in ("stop", "drop"):
         raise ConfigError(

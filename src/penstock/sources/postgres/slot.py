@@ -162,13 +162,13 @@ def ensure_publication(s: CdcSettings, connection: Any) -> None:
     """
     found = rows(
         connection,
-        "SELECT puballtables, pubinsert, pubupdate FROM pg_publication WHERE pubname=%s",
+        "SELECT puballtables, pubinsert, pubupdate, pubdelete FROM pg_publication WHERE pubname=%s",
         (s.publication,),
     )
     if not found:
         _create_publication(s, connection)
         return
-    everything, inserts, updates = found[0]
+    everything, *flags = found[0]
     listed = rows(
         connection,
         "SELECT schemaname, tablename FROM pg_publication_tables WHERE pubname=%s",
@@ -177,10 +177,13 @@ def ensure_publication(s: CdcSettings, connection: Any) -> None:
     missing = [
         table for table in s.tables if not everything and (table.schema, table.name) not in listed
     ]
-    published = {"insert": inserts, "update": updates}
-    unpublished = sorted(operation for operation in s.operations if not published[operation])
+    published = {
+        name for name, is_on in zip(("insert", "update", "delete"), flags, strict=True) if is_on
+    }
+    unpublished = sorted(s.operations - published)
     changes = [f"ADD TABLE {', '.join(table.inline for table in missing)}"] if missing else []
-    changes += ["SET (publish = 'insert, update')"] if unpublished else []
+    wanted = ", ".join(sorted(s.operations | published))
+    changes += [f"SET (publish = '{wanted}')"] if unpublished else []
     for change in changes:
         statement = f"ALTER PUBLICATION {inline(s.publication)} {change}"
         what = f"table {missing[0].label}" if missing else unpublished[0] + "s"

@@ -285,7 +285,7 @@ class SlotReader:
                 raise BadChange("a change came outside of a transaction")
             # The index counts all changes of the publication, including those skipped here.
             index, self._index = self._index, self._index + 1
-            if (begin.commit, index) < start or isinstance(change, Delete | Truncate):
+            if (begin.commit, index) < start or isinstance(change, Truncate):
                 return False
             finding = findings.of(begin, index, change)
             if finding is not None:

@@ -151,6 +151,18 @@ class Included:
         return list(rows(self._connection, f"SELECT {compared}", compared_values)[0])
 
 
+OPERATIONS: dict[type, str] = {
+    pgoutput.Insert: "insert",
+    pgoutput.Update: "update",
+    pgoutput.Delete: "delete",
+}
+
+
+def row_of_change(change: pgoutput.Insert | pgoutput.Update | pgoutput.Delete) -> dict[str, Any]:
+    """Return the new row, or the columns of a deleted row that the log has."""
+    return change.old if isinstance(change, pgoutput.Delete) else change.row
+
+
 class Findings:
     """Converts changes of the log: which changes are used, their payload and id."""
 
@@ -160,18 +172,18 @@ class Findings:
         self._system, self._publication, self._included = system, s.publication, included
 
     def of(
-        self, begin: pgoutput.Begin, index: int, change: pgoutput.Insert | pgoutput.Update
+        self,
+        begin: pgoutput.Begin,
+        index: int,
+        change: pgoutput.Insert | pgoutput.Update | pgoutput.Delete,
     ) -> Finding | None:
         """Return the finding, or None if the change is not configured or is known already."""
-        operation, label = (
-            "insert" if isinstance(change, pgoutput.Insert) else "update",
-            change.relation.label,
-        )
+        operation, label = OPERATIONS[type(change)], change.relation.label
         if operation not in self._operations or label not in self._labels:
             return None
         if (
             self._included is not None
-            and operation == "insert"
+            and isinstance(change, pgoutput.Insert)
             and self._included(begin.commit, begin.xid, label, change.row)
         ):
             return None
@@ -194,7 +206,7 @@ class Findings:
             # means another change, so the publication is part of the id.
             id=mint("cdc", self._system, self._publication, lsn, str(index)),
             cause=f"{label}: {operation} at {lsn}",
-            payload={**change.row, "_cdc": meta},
+            payload={**row_of_change(change), "_cdc": meta},
             at=begin.at,
         )
 
