@@ -13,7 +13,7 @@ import msgspec
 from cyclopts import Parameter
 
 from penstock.cli.main import STDIN
-from penstock.cli.options import DEFAULTS, Common, Json, read_value
+from penstock.cli.options import DEFAULTS, Common, Json, read_route_options, read_value
 from penstock.cli.output import (
     console,
     print_json,
@@ -124,6 +124,7 @@ def push(
         raise UsageError(f"--priority {priority!r} is unknown", hint="high, normal or low")
     if trace is not None and not (0 < len(trace) <= 128 and trace.isprintable()):
         raise UsageError("--trace must be printable, and at most 128 characters")
+    route = read_route_options(geo, pool, account)
     seconds = None if window is None else read_value("--window", window, units.durations())
     for name in file:
         if name not in (STDIN, "-"):
@@ -135,10 +136,8 @@ def push(
 
     from penstock.cli.progress import bar
     from penstock.intake import accept as intake
-    from penstock.model import Route
 
     inputs = Inputs(urls, file)
-    route = Route(geo=geo, pool=pool, account=account)
     with common.stores(create=True) as stores, bar("pushing", None) as show_progress:
         done = stores.perform(
             lambda: intake.push(

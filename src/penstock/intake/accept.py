@@ -120,7 +120,7 @@ async def push(
                     host_by=lifecycle.settings.host_by,
                 )
             )
-        except BadUrl as e:
+        except (BadUrl, Refused) as e:
             result.refused.append((url, e.reason))
         if len(waiting) >= batch:
             await send()
