@@ -143,3 +143,15 @@ def test_a_pipeline_with_a_wrong_route_value_is_not_loaded(
         assert "source 'webhook:shop': " in done.err, done.output
         assert message in done.err
         assert hint in done.err
+
+
+def test_until_idle_ends_with_1_if_only_events_without_a_served_route_are_left(
+    project: Project, site: Site
+) -> None:
+    project.push(site.serve("/p/1", product(1)))
+    project.push(site.serve("/p/2", product(2)), options=("--pool", "home"))
+    done = project.run(expect=1)
+    assert "no live worker serves the route pool=home" in done.err
+    assert "start a worker with [proxies.home] in its configuration" in done.err
+    assert [row["sku"] for row in project.rows()] == ["S-1"]
+    assert project.total()["delayed"] == 1
