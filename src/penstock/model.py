@@ -396,6 +396,10 @@ class Reason(enum.StrEnum):
     POOL_COOLING = "pool_cooling"
     POOL_EMPTY = "pool_empty"
     POOL_FAILED = "pool_failed"
+    # Routes that cannot be served now
+    NO_ROUTE = "no_route"  # no live worker has a pool for the route
+    OTHER_WORKER = "other_worker"  # another live worker has a pool for the route
+    RENDER = "render"  # render=true, and there is no renderer
     # Extraction
     KILLED = "killed"
     EXITED = "exited"

@@ -185,6 +185,8 @@ def test_an_invalid_declarative_pipeline_is_refused(project: Project) -> None:
         (("run", "shop.py", "--workers", "some"), USAGE, ("workers",)),
         (("push",), USAGE, ("no URL given",)),
         (("push", "--priority", "urgent", "https://example.com/"), USAGE, ("urgent",)),
+        # An empty variable in a script. Without the check, the URL would be fetched directly.
+        (("push", "--pool", "", "https://example.com/"), USAGE, ("pool ''", "not a text")),
         (("puhs",), USAGE, ("did you mean penstock push?",)),
         (("status", "--no-such-option"), USAGE, ("no-such-option",)),
         (("status",), UNREACHABLE, ("penstock push",)),

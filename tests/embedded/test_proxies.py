@@ -604,9 +604,14 @@ async def test_events_of_an_exhausted_pool_wait_uncharged_until_max_age(
             status, reason, attempts = rows[name]
             assert (status, attempts) == ("dead", 1), "only the last failure is charged"
             assert reason.startswith("too old to wait any longer: proxy pool 'p'")
-        parked = project.query("SELECT reason FROM history WHERE status='delayed'")
-        assert len(parked) >= 2
-        assert all("proxy pool 'p'" in reason for (reason,) in parked)
+        parked = [
+            reason
+            for (reason,) in project.query("SELECT reason FROM history WHERE status='delayed'")
+        ]
+        assert "no live worker serves pool 'nosuch'" in parked, "it waits until max_age too"
+        others = [reason for reason in parked if "nosuch" not in reason]
+        assert len(others) >= 2
+        assert all("proxy pool 'p'" in reason for reason in others)
 
 
 async def test_a_blocked_event_is_retried_with_the_next_pool_and_the_same_envelope(

@@ -151,6 +151,13 @@ RECORDED = [
         "8f730782b673",
     ),
     (Reason.HOOK, "the hook raised shop.test", "f3df8e976688"),
+    (Reason.NO_ROUTE, "no live worker serves shop.test", "42723bc1506c"),
+    (Reason.OTHER_WORKER, "left to another worker, which serves shop.test", "a4e310679e5a"),
+    (
+        Reason.RENDER,
+        "render=true asks for a browser, and this release has no renderer",
+        "4ed34cef4c16",
+    ),
     (
         Reason.BAD_LINK,
         "the extractor follows a link with a wrong value (shop.test)",

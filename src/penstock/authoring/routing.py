@@ -12,12 +12,12 @@ import msgspec
 
 from penstock.config import units
 from penstock.config.options import suggest
-from penstock.model import Priority, Route
+from penstock.model import Priority, Reason, Route
+from penstock.rules.reasons import sentence
 
 MAX_TEXT = 512  # maximum characters of a route value, so that it fits an index
 TEXTS = ("geo", "pool", "account")
 KEYS = (*TEXTS, "render")
-NO_RENDERER = "render=true asks for a browser, and this release has no renderer"
 WINDOW_MODES = ("delay", "drop")
 _NAMES = tuple(name.name.lower() for name in Priority)
 
@@ -65,7 +65,7 @@ def read_route(value: object) -> Route:
     if not isinstance(render, bool):
         raise WrongValue(f"route: render {render!r} is neither true nor false", "leave it out")
     if render:
-        raise WrongValue(f"route: {NO_RENDERER}", "leave render out")
+        raise WrongValue(f"route: {sentence(Reason.RENDER)}", "leave render out")
     return Route(given.get("geo"), given.get("pool"), given.get("account"))
 
 

@@ -20,6 +20,7 @@ from penstock.cli.options import (
     CommonWithOutput,
     Json,
     check_pool,
+    read_route_options,
     read_value,
 )
 from penstock.cli.output import (
@@ -34,7 +35,7 @@ from penstock.cli.output import (
     table,
 )
 from penstock.errors import OK, RAN_WITH_FAILURES, UsageError
-from penstock.model import Ask, ErrorClass, Event, Failure, Route
+from penstock.model import Ask, ErrorClass, Event, Failure
 from penstock.operate.figures import lasting, plural, size
 from penstock.rules.identity import BadUrl, canonical_url, host_key, origin
 from penstock.rules.robots import Robots, product_token
@@ -100,7 +101,7 @@ def fetch(
             url,
             id_=new_id(),
             source="fetch",
-            route=Route(geo=geo, pool=pool, account=account),
+            route=read_route_options(geo, pool, account),
             force=True,
             host_by=config.pace.by,
         )
@@ -127,7 +128,7 @@ def fetch(
 
 
 async def _run(config: Config, event: Event, max_wait: float, ignoring: str) -> _Report:
-    from penstock.rules.proxies import needs_proxy
+    from penstock.rules.routes import needs_proxy
     from penstock.runtime.fetching import open_fetcher, open_stage, operator
     from penstock.runtime.stores import Politeness
 

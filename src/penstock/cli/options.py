@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from penstock.config.files import Loaded
     from penstock.config.schema import Config
     from penstock.config.units import Kind
+    from penstock.model import Route
     from penstock.ports import Transaction
     from penstock.runtime.stores import Stores
 
@@ -190,6 +191,19 @@ def read_value(option: str, text: str, kind: Kind) -> Any:
         return kind.read(text)
     except ValueError:
         raise UsageError(f"{option} {text!r} is not {kind.expected}") from None
+
+
+def read_route_options(geo: str | None, pool: str | None, account: str | None) -> Route:
+    """Return the route of --geo, --pool and --account.
+
+    Raise UsageError for an empty value: the URL would be fetched without the route.
+    """
+    from penstock.authoring.routing import WrongValue, read_route
+
+    try:
+        return read_route({"geo": geo, "pool": pool, "account": account})
+    except WrongValue as e:
+        raise UsageError(e.message, hint=e.hint) from None
 
 
 Json = Annotated[bool, Parameter(name="--json", help="one JSON document on stdout")]

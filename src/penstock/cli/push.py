@@ -14,7 +14,7 @@ import msgspec
 from cyclopts import Parameter
 
 from penstock.cli.main import STDIN
-from penstock.cli.options import DEFAULTS, Common, Json, read_value
+from penstock.cli.options import DEFAULTS, Common, Json, read_route_options, read_value
 from penstock.cli.output import (
     console,
     print_json,
@@ -151,6 +151,7 @@ def push(
         raise UsageError(f"--priority {priority!r} is unknown", hint="high, normal or low")
     if trace is not None and not (0 < len(trace) <= 128 and trace.isprintable()):
         raise UsageError("--trace must be printable, and at most 128 characters")
+    route = read_route_options(geo, pool, account)
     seconds = None if window is None else read_value("--window", window, units.durations())
     for name in file:
         if name not in (STDIN, "-"):
@@ -162,9 +163,7 @@ def push(
 
     from penstock.cli.progress import bar
     from penstock.intake import accept as intake
-    from penstock.model import Route
 
-    route = Route(geo=geo, pool=pool, account=account)
     config = common.load().config
     inputs = Inputs(
         urls,

@@ -11,6 +11,7 @@ import msgspec
 
 from penstock.engine.claim_session import Claims, ClaimSession
 from penstock.engine.publishing import state_of
+from penstock.engine.routes import RouteGate
 from penstock.engine.settings import LifecycleSettings
 from penstock.errors import BadEnvelope, NewerMessage
 from penstock.model import Ack, Dead, Event, Outcome, Reason, Release, Retry, mint
@@ -33,8 +34,8 @@ from penstock.ports import (
 from penstock.rules import freshness
 from penstock.rules.dependencies import read_other_data
 from penstock.rules.fingerprint import fingerprint
-from penstock.rules.proxies import needs_proxy
 from penstock.rules.reasons import sentence
+from penstock.rules.routes import needs_proxy
 from penstock.rules.waiting import HOST
 
 PARK_AFTER = 10.0  # seconds. If a slot is further away, the event is delayed in the ledger.
@@ -142,6 +143,7 @@ class Admission:
         states = tx.lookup.states([e.id for e in readable])
         keys = [self._url_key(e.url) for e in readable if not e.force] if fetches else []
         holders = session.holders(tx, keys)
+        gate = RouteGate(tx, self.settings, now)
         for d, e in deliveries:
             outcome: Outcome | None = None
             admitted = ALREADY_SETTLED
@@ -159,6 +161,9 @@ class Admission:
                     outcome = tx.queue.defer_copy(d, state, now)
                 if outcome is None:
                     needs_request = fetches and not state.page
+                    if needs_request and (needs_proxy(e.route) or e.route.render):
+                        outcome = gate.delay(e, state)
+                if outcome is None:
                     holder = (
                         _pop_holder(tx, session, holders, self._url_key(e.url))
                         if needs_request and not e.force

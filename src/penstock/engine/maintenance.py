@@ -65,6 +65,7 @@ class Maintenance:
 
     def _reclaim(self, worker: str, tx: Transaction) -> None:
         tx.owner.leave(worker)
+        tx.routes.withdraw(worker)
         ids = tx.queue.reclaim(worker)
         tx.maintenance.requeue_from(worker, ids, self._clock.now())
 

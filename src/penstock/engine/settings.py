@@ -9,6 +9,7 @@ import msgspec
 from penstock.model import Event
 from penstock.ports import ExtractorKeys
 from penstock.rules import breaker, gone
+from penstock.rules.routes import ServedPool
 
 Stage = Literal["fetch", "extract", "sink"]
 ENTRY: dict[Stage, str] = {"fetch": "requests", "extract": "pages", "sink": "records"}
@@ -41,6 +42,8 @@ class LifecycleSettings(msgspec.Struct, frozen=True, kw_only=True):
     breaker: breaker.Limits = breaker.Limits()
     gone: gone.Limits = gone.Limits()
     keys: ExtractorKeys = {}
+    pools: tuple[ServedPool, ...] = ()  # proxy pools of this worker
+    max_age: float = 7 * 86400.0  # seconds since acceptance, after which no event waits for a route
 
     def drops(self, event: Event) -> bool:
         """Return True if the event is a duplicate, not delayed, inside the window of its URL."""

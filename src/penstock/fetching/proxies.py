@@ -19,6 +19,7 @@ from penstock.net.cookies import Jar
 from penstock.ports import Clock, Fetcher, ProxyHealth, Response
 from penstock.rules import proxies as rules
 from penstock.rules.reasons import sentence
+from penstock.rules.routes import ServedPool
 
 log = logging.getLogger("penstock.proxies")
 # Proxies of one pool that may fail in a row. Then the event is delayed, so that others can run.
@@ -54,6 +55,14 @@ def pools(config: Mapping[str, ProxyPoolConfig]) -> dict[str, rules.Pool]:
         )
         for name, c in config.items()
     }
+
+
+def served_pools(config: Mapping[str, ProxyPoolConfig]) -> list[ServedPool]:
+    """Return the routes that these pools serve, without their proxies."""
+    return [
+        ServedPool(name=name, geo=tuple(g.lower() for g in c.geo), account=c.account)
+        for name, c in config.items()
+    ]
 
 
 class Proxies:

@@ -31,7 +31,9 @@ from penstock.ports import (
 )
 from penstock.rules import proxies
 from penstock.rules.identity import BadUrl, canonical_url, host_key, origin
+from penstock.rules.reasons import sentence
 from penstock.rules.robots import Robots
+from penstock.rules.routes import needs_proxy
 from penstock.rules.verdict import breach, judge
 
 __all__ = ["FetchOptions", "FetchStage"]
@@ -159,7 +161,8 @@ class FetchStage:
             ask.method == "GET"
             and ask.body is None
             and not route.account
-            and not proxies.needs_proxy(route)
+            and not needs_proxy(route)
+            and not route.render
             and not self._pace.blocked_until(event.key)
             and self._robots.allows_now(event.url, event.key)
         )
@@ -206,7 +209,9 @@ class FetchStage:
         `progress` is that of an earlier failure. Its redirects are continued.
         """
         sleep = sleep or self._clock.sleep
-        if proxy is not None or not proxies.needs_proxy(event.route):
+        if event.route.render:
+            raise Failure(ErrorClass.PERMANENT, sentence(Reason.RENDER), code=Reason.RENDER)
+        if proxy is not None or not needs_proxy(event.route):
             return await self._fetch_chain(event, baseline, proxy, sleep, answer, again, progress)
         if self._proxies is None:
             proxies.plan({}, event.route, key=event.id)  # raises Failure: there is no pool

@@ -123,7 +123,7 @@ async def push(
                         host_by=lifecycle.settings.host_by,
                     )
                 )
-            except BadUrl as e:
+            except (BadUrl, Refused) as e:
                 result.refused.append((given, e.reason))
         if len(waiting) >= batch:
             await send()

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TypeAlias
 
 from penstock.operate.figures import plural
+from penstock.operate.routes import unserved
 from penstock.ports import Clock, Transaction, UnitOfWork
 from penstock.rules.waiting import APPROVAL, EXTRACTOR, TOPIC, Waiting, waiting
 
@@ -27,9 +28,8 @@ def waits_in(tx: Transaction) -> list[Waiting]:
     """
     waits = tx.maintenance.waits()
     opened = tx.breakers.opened()
-    found = [waiting(b.what, waits.pop(b.what, 0), reason=b.reason, since=b.at) for b in opened] + [
-        waiting(cause, n) for cause, n in sorted(waits.items())
-    ]
+    found = [waiting(b.what, waits.pop(b.what, 0), reason=b.reason, since=b.at) for b in opened]
+    found += unserved(tx, waits)
     topics = sorted(tx.queue.paused().items())
     # All other open events wait for the first topic. Events of later stages are few.
     others = [tx.counters.total(*OPEN) - sum(w.events for w in found)] if topics else []
@@ -65,7 +65,8 @@ def stuck_in(tx: Transaction) -> list[Waiting]:
         return waits_in(tx)
     if open_ != tx.counters.total("delayed"):
         return []
-    return waits_in(tx) if sum(tx.maintenance.waits().values()) == open_ else []
+    blocked = sum(w.events for w in unserved(tx, tx.maintenance.waits()))
+    return waits_in(tx) if blocked == open_ else []
 
 
 def lines_about(found: Sequence[Waiting]) -> list[str]:

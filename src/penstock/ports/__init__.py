@@ -46,6 +46,7 @@ from penstock.ports.outbox import Line, OutboxTable, RecordsOfEvent
 from penstock.ports.owner import StoreOwner
 from penstock.ports.pages import PageIndex, PageStore, StagedPages
 from penstock.ports.queue import Members, Outgoing, Queue, QueueReports
+from penstock.ports.routes import RouteTable
 from penstock.ports.sink import FileSink, ProbedSink, Reopen, Row, Sink, TableSink
 from penstock.ports.source import (
     Batch,
@@ -128,6 +129,7 @@ __all__ = [
     "Reopen",
     "Response",
     "RobotsCache",
+    "RouteTable",
     "Row",
     "ServedSource",
     "Sink",

@@ -235,6 +235,17 @@ class EventMaintenance(Protocol):
     def waiting_for(self, cause: str) -> list[tuple[int, str, int]]:
         """Return (n, host, position) of the events that wait for this cause."""
 
+    def causes(self) -> list[str]:
+        """Return the causes of `waits`, without the numbers. Reads one row for each cause."""
+
+    def some_waiting_for(
+        self, cause: str, limit: int, *, due_before: float
+    ) -> list[tuple[int, str, int]]:
+        """Return (n, host, position) of delayed events that wait for this cause.
+
+        Only events that are due at `due_before` or earlier.
+        """
+
     def waits(self) -> dict[str, int]:
         """Return how many open events wait for each cause that time alone does not end.
 

@@ -20,6 +20,7 @@ from penstock.ports.owner import StoreOwner
 from penstock.ports.pages import PageIndex
 from penstock.ports.queue import Members, Outgoing, Queue, QueueReports
 from penstock.ports.reports import EventReports, LetterReports, PageReports, StatusReports
+from penstock.ports.routes import RouteTable
 from penstock.ports.source import Sources
 
 T = TypeVar("T")
@@ -55,6 +56,7 @@ class Transaction:
     outgoing: Outgoing
     members: Members
     owner: StoreOwner
+    routes: RouteTable
     reports: EventReports
     status_reports: StatusReports
     page_reports: PageReports

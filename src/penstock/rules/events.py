@@ -9,6 +9,7 @@ from typing import Literal
 
 from penstock.model import Event, Priority, Reason, Route
 from penstock.rules.identity import canonical_url, host_key
+from penstock.rules.reasons import sentence
 
 ANY_ROUTE = Route()
 
@@ -36,10 +37,13 @@ def event_of(
     trace: str | None = None,
     host_by: Literal["host", "domain"] = "host",
 ) -> Event:
-    """Return a new event for a URL. Raise BadUrl if the URL cannot be fetched.
+    """Return a new event for a URL.
 
-    `trace` is the event's own id by default.
+    Raise BadUrl if the URL cannot be fetched, and Refused if the route asks for a renderer. `trace`
+    is the event's own id by default.
     """
+    if route.render:
+        raise Refused(sentence(Reason.RENDER), Reason.RENDER)
     canonical = canonical_url(url)
     return Event(
         id=id_,

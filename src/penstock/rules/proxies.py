@@ -16,11 +16,11 @@ import msgspec
 from penstock.model import ErrorClass, Failure, Reason, Route, mint
 from penstock.rules.identity import canonical_url, origin
 from penstock.rules.reasons import sentence
+from penstock.rules.routes import ServedPool, pool_serves
 
 SCHEMES = ("http", "https", "socks5")
 # Host of the health entry of the proxy itself: it cannot be reached, or rejects every request.
 ANY_HOST = "*"
-ANY_ACCOUNT = "*"
 FORGET = 86400.0  # seconds after which a failure is ignored
 EMPTY_WAIT = 30.0  # seconds until a pool without members is checked again
 MAX_MEMBERS = 10_000
@@ -134,12 +134,8 @@ def masked_list(url: str) -> str:
 # -- pools and routes ------------------------------------------------------------------------------
 
 
-class Pool(msgspec.Struct, frozen=True, kw_only=True):
-    name: str
+class Pool(ServedPool, frozen=True, kw_only=True):
     members: tuple[Member, ...] = ()
-    geo: tuple[str, ...] = ()  # locations of its exits. Empty if unknown.
-    # Accounts that it is reserved for. Empty for all events, "*" for any account.
-    account: tuple[str, ...] = ()
     weight: float = 1.0
     # Seconds after the first failure, then doubled up to `longest`. 0 for a gateway that changes
     # its exits itself.
@@ -148,10 +144,6 @@ class Pool(msgspec.Struct, frozen=True, kw_only=True):
     sticky: bool = True
     next: str = ""  # the pool for an event that was blocked in this pool
     trouble: str = ""  # why there are no members
-
-
-def needs_proxy(route: Route) -> bool:
-    return bool(route.pool or route.geo or route.account)
 
 
 def plan(pools: Mapping[str, Pool], route: Route, *, key: str, turn: int = 0) -> tuple[Pool, ...]:
@@ -167,18 +159,18 @@ def plan(pools: Mapping[str, Pool], route: Route, *, key: str, turn: int = 0) ->
         first = pools.get(route.pool)
         if first is None:
             raise _no_pool(f"there is no proxy pool {route.pool!r}")
-        if not _serves(first, route, named=True):
+        if not pool_serves(first, route, named=True):
             raise _no_pool(f"proxy pool {route.pool!r} does not serve {_describe_route(route)}")
         chain = [first]
         while (
             (then := pools.get(chain[-1].next)) is not None
             and then not in chain
-            and _serves(then, route, named=True)
+            and pool_serves(then, route, named=True)
         ):
             chain.append(then)
         # Only this pool: if it is exhausted, a pool that the route did not name must not be used.
         return (chain[turn % len(chain)],)
-    fit = [p for p in pools.values() if _serves(p, route, named=False)]
+    fit = [p for p in pools.values() if pool_serves(p, route, named=False)]
     if not fit:
         raise _no_pool(sentence(Reason.NO_POOL, _describe_route(route)))
     fit.sort(key=lambda p: (-_score(key, p.name, p.weight), p.name))
@@ -188,16 +180,6 @@ def plan(pools: Mapping[str, Pool], route: Route, *, key: str, turn: int = 0) ->
 
 def _no_pool(reason: str) -> Failure:
     return Failure(ErrorClass.PERMANENT, reason, code=Reason.NO_POOL)
-
-
-def _serves(pool: Pool, route: Route, *, named: bool) -> bool:
-    if route.geo and route.geo.lower() not in pool.geo:
-        return False
-    if pool.account:
-        return bool(route.account) and (
-            route.account in pool.account or ANY_ACCOUNT in pool.account
-        )
-    return named or bool(route.geo)
 
 
 def _describe_route(route: Route) -> str:

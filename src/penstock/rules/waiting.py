@@ -16,7 +16,10 @@ _STEPS: dict[str, tuple[str, str]] = {
     "topic": ("topic {} is paused", "penstock topics resume {}"),
     "approval": ("removals at host {} wait for an approval", "penstock domains approve {}"),
     "route": ("no live worker serves the route {}", "start a worker that serves this route"),
-    "render": ("no renderer exists", "penstock events --status delayed"),
+    "render": (
+        "render=true asks for a browser, and this release has no renderer",
+        "push these URLs again without render. The waiting events end dead after retry.max_age",
+    ),
     "budget": ("the budget {} is used up", "raise the budget, or wait until it is renewed"),
 }
 

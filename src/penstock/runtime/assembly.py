@@ -21,6 +21,7 @@ from penstock.engine.relay import (
     RelayedQueue,
     RelayedUnitOfWork,
 )
+from penstock.engine.routes import Routes
 from penstock.engine.settings import LifecycleSettings
 from penstock.ledgers.sql import outgoing
 from penstock.ledgers.sql.absences import SqlAbsences
@@ -34,6 +35,7 @@ from penstock.ledgers.sql.maintenance import SqlEventMaintenance
 from penstock.ledgers.sql.outbox import SqlOutbox, TableWriter
 from penstock.ledgers.sql.owner import SqlStoreOwner
 from penstock.ledgers.sql.reports import SqlReports
+from penstock.ledgers.sql.routes import SqlRoutes
 from penstock.ledgers.sql.sources import SqlSources
 from penstock.operate.dead_letters import DeadLetterOffice
 from penstock.pages.bound import BoundPageIndex, IndexedPages
@@ -115,6 +117,7 @@ class Assembly:
         self.table_sinks: dict[str, TableWriter] = {}  # sinks with a table in the ledger's store
         SqlSources.create(self.db)
         SqlOutbox.create(self.db)
+        SqlRoutes.create(self.db)
         inner = SqlUnitOfWork(self.db, self._bind)
         self.uow: UnitOfWork = inner
         self.topics: Topics
@@ -185,6 +188,7 @@ class Assembly:
             outgoing=sent,
             members=members,
             owner=SqlStoreOwner(sql),
+            routes=SqlRoutes(sql, self.clock),
             reports=reports,
             status_reports=reports,
             page_reports=reports,
@@ -217,6 +221,9 @@ class Assembly:
             durability=durability,
         )
         self.maintenance = Maintenance(self.uow, self.topics, settings, clock=self.clock)
+        self.routes = Routes(
+            self.uow, self.topics, settings.pools, worker=self.worker, clock=self.clock
+        )
         self.dead_letters = DeadLetterOffice(self.uow, self.topics, clock=self.clock)
 
     @property

@@ -11,6 +11,7 @@ from functools import partial
 from penstock.config.schema import Config
 from penstock.engine.flusher import Flusher
 from penstock.engine.relay import RelayChores
+from penstock.engine.routes import HEARTBEAT
 from penstock.errors import StoreUnavailable
 from penstock.locks import WorkerLock
 from penstock.operate.disk import record_sample
@@ -26,10 +27,17 @@ class PeriodicWork:
     """Tasks that run until they are cancelled."""
 
     def __init__(
-        self, config: Config, stores: Stores, flushers: Sequence[Flusher], lock: WorkerLock
+        self,
+        config: Config,
+        stores: Stores,
+        flushers: Sequence[Flusher],
+        lock: WorkerLock,
+        *,
+        fetches: bool,
     ) -> None:
+        """`fetches` is True if this process has the role `fetch`, and so serves routes."""
         self._config, self._stores, self._flushers = config, stores, flushers
-        self._lock = lock
+        self._lock, self._fetches = lock, fetches
         self._clock = stores.clock
         self.backlog = 0  # rows that wait for the slowest sink of this process
         self.store_changed = asyncio.Event()  # another release has migrated the store
@@ -59,6 +67,10 @@ class PeriodicWork:
                     await self._stores.breakers.refresh()
                     await self.remove()
                     self.backlog = max([await f.backlog() for f in self._flushers], default=0)
+                    if self._fetches:
+                        await self._stores.routes.release()
+                if self._fetches and beats % int(HEARTBEAT * 10) == 0:
+                    await self._stores.routes.announce()
                 if beats % int(RETENTION_INTERVAL * 10) == 1:
                     await asyncio.to_thread(
                         record_sample, self._config.state.dir, self._clock.now()

@@ -201,7 +201,9 @@ class WorkerProcess:
         work = {f"flush {f.sink.name}": f.run() for f in self.flushers}
         if hooks is not None:
             work["hooks"] = hooks.run()
-        self._periodic = PeriodicWork(self.config, self.stores, self.flushers, self._lock)
+        self._periodic = PeriodicWork(
+            self.config, self.stores, self.flushers, self._lock, fetches="fetch" in self.roles
+        )
         work["upkeep"] = self._periodic.maintain()
         work["membership"] = self._membership.keep()
         if self.stores.relay_chores is not None:
@@ -308,6 +310,8 @@ class WorkerProcess:
         self.proxies = Proxies(self.config.proxies, health, fetcher, self.clock, rng)
         closing.push_async_callback(self.proxies.close)
         await health.refresh()
+        closing.push_async_callback(self.stores.routes.withdraw)
+        await self.stores.routes.announce()
         return fetcher
 
     async def _open_extraction(

@@ -23,6 +23,7 @@ from penstock.config.options import suggest
 from penstock.config.schema import Config
 from penstock.engine.settings import LifecycleSettings, SinkBinding
 from penstock.errors import ConfigError, StoreUnavailable, Unreachable
+from penstock.fetching.proxies import served_pools
 from penstock.ledgers.sql.ledger import SqlLedger
 from penstock.pages.bound import IndexedPages
 from penstock.ports import (
@@ -335,6 +336,8 @@ def settings(
         hooks=pipeline is not None and bool(pipeline.hooks),
         sinks=tuple(sinks),
         host_by=config.pace.by,
+        pools=tuple(served_pools(config.proxies)),
+        max_age=config.retry.max_age,
         breaker=breaker.Limits(
             dead_share=b.dead_share, at_least=b.min, window=b.window, alert_share=b.alert
         ),

@@ -139,6 +139,28 @@ class SqlEventMaintenance(LedgerTable):
             "SELECT n, host, position FROM event WHERE waits_for=?", (cause,)
         ).fetchall()
 
+    def causes(self, limit: int = 1000) -> list[str]:
+        """Return the causes of `waits`, without counting. One index lookup for each."""
+        found: list[str] = []
+        after = ""
+        while len(found) < limit:
+            after = self._tx.execute(
+                "SELECT min(waits_for) FROM event WHERE waits_for>?", (after,)
+            ).get
+            if after is None:
+                break
+            found.append(after)
+        return found
+
+    def some_waiting_for(
+        self, cause: str, limit: int, *, due_before: float
+    ) -> list[tuple[int, str, int]]:
+        return self._tx.execute(
+            "SELECT n, host, position FROM event"
+            " WHERE waits_for=? AND status='delayed' AND not_before<=? LIMIT ?",
+            (cause, due_before, limit),
+        ).fetchall()
+
     def waits(self) -> dict[str, int]:
         """Return how many open events wait for each cause that time alone does not end."""
         return dict(
