@@ -289,6 +289,38 @@ def executes(modules: Sequence[Module]) -> list[str]:
     ]
 
 
+def ledger_tables(modules: Sequence[Module]) -> set[str]:
+    """Return the names of the tables that the room `ledgers` creates."""
+    return {
+        name
+        for module in modules
+        if room_of(module.place) == "ledgers"
+        for _, text in _texts(module)
+        for name in re.findall(r"CREATE TABLE (\w+)", text)
+    }
+
+
+def reads_ledger_tables(modules: Sequence[Module]) -> list[str]:
+    """Find SQL of other rooms that names a table of the ledger. Migrations change all tables."""
+    tables = "|".join(sorted(ledger_tables(MODULES)))
+    statement = re.compile(rf"\b(?:FROM|JOIN|INTO|UPDATE|TABLE|TRUNCATE)\s+({tables})\b")
+    return [
+        f"{module.name}:{line} names the table {name}"
+        for module in modules
+        if room_of(module.place) != "ledgers" and not under(module.place, ["stores.migrations"])
+        for line, text in _texts(module)
+        for name in statement.findall(text)
+        # A common table expression of the same statement may have the name of a table.
+        if not re.search(rf"\b{name} AS \(|\b{name} AS MATERIALIZED \(", text)
+    ]
+
+
+def _texts(module: Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+
+
 def without_docstring(modules: Sequence[Module]) -> list[str]:
     return [m.name for m in modules if not (ast.get_docstring(m.tree) or "").split("\n")[0].strip()]
 
@@ -399,6 +431,13 @@ def test_no_module_reads_the_old_flag_of_external_stores() -> None:
         for node in ast.walk(m.tree)
         if isinstance(node, ast.Attribute) and node.attr == "apart"
     ]
+
+
+def test_no_room_but_ledgers_names_a_table_of_the_ledger_in_sql() -> None:
+    assert {"event", "envelope", "history", "dead", "outbox", "outgoing", "cursor"} <= (
+        ledger_tables(MODULES)
+    )
+    assert not reads_ledger_tables(MODULES)
 
 
 def test_no_module_decides_by_the_text_of_a_message() -> None:
@@ -583,6 +622,8 @@ def test_an_adapter_may_use_its_own_folder_and_shared_modules(place: str, source
         (dials, "sources.planted", "socket.create_connection(a)"),
         (executes, "cli.planted", "import pickle"),
         (executes, "stores.planted", "from marshal import loads"),
+        (reads_ledger_tables, "brokers.planted", 'x = "SELECT id FROM event WHERE n=?"'),
+        (reads_ledger_tables, "runtime.planted", "x = f'DELETE FROM history WHERE {what}'"),
         (without_docstring, "cli.planted", "x = 1"),
         (compared_messages, "rules.planted", "x = failure.reason.startswith('the body')"),
         (compared_messages, "rules.planted", "x = failure.reason.startswith(_OVERSIZED)"),

@@ -303,18 +303,13 @@ class BoundSqlQueue(Queue, QueueReports):
                 "SELECT grp, state, count(*) FROM queue GROUP BY grp, state"
             )
         }
-        open_ = "SELECT id FROM event WHERE status IN ('pending','delayed','in_flight','writing')"
-        queued = (
+        queued = self.tx.execute(
             "SELECT m.id FROM queue q JOIN message m ON m.seq=q.seq"
             " WHERE q.grp IN (SELECT id FROM grp WHERE name='main')"
         )
-        unqueued = [id_ for (id_,) in self.tx.execute(f"{open_} EXCEPT {queued}")]
-        lingering = self.tx.execute(f"SELECT count(*) FROM ({queued} EXCEPT {open_}) s")
         expired = self.tx.execute("SELECT count(*) FROM queue WHERE state=1 AND at<?", (now,))
         return QueueAudit(
-            unqueued=unqueued[:5],
-            unqueued_count=len(unqueued),
-            lingering_count=int(lingering.get),
+            queued=frozenset(id_ for (id_,) in queued),
             groups=[
                 (
                     topic,

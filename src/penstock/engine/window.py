@@ -84,12 +84,14 @@ class PrefetchWindow:
                 continue
             if dispatcher.waits_for_hosts and dispatcher.mixed:
                 await self._hold_full_hosts(dispatcher)
-            patience = 0.5
+            longest_wait = 0.5
             if not self.held and self._clock.now() < self._newer_at + NEWER_MEMORY:
                 await wait(self._clock, self._room, NEWER_PAUSE)
-                patience = 0.0
+                longest_wait = 0.0
             got = await self._outage.retry_until_stored(
-                partial(self._subscription.receive, room, patience, per_key=self._options.per_key)
+                partial(
+                    self._subscription.receive, room, longest_wait, per_key=self._options.per_key
+                )
             )
             self._received = self._clock.now()
             if got:

@@ -321,10 +321,10 @@ def _queue(a: Audit) -> Finding:
         for topic, group, noted, counted in a.queue.groups
         if noted != counted
     ]
-    if a.queue.unqueued_count:
+    if a.unqueued_count:
         wrong.append(
-            f"{plural(a.queue.unqueued_count, 'open event')} in no queue: "
-            f"{joined(short(i) for i in a.queue.unqueued)}"
+            f"{plural(a.unqueued_count, 'open event')} in no queue: "
+            f"{joined(short(i) for i in a.unqueued)}"
         )
     if a.letterless:
         wrong.append(f"{plural(a.letterless, 'dead letter')} of events that are not dead")
@@ -335,11 +335,11 @@ def _queue(a: Audit) -> Finding:
             joined(wrong, 3),
             "report this (`penstock push --force` queues a URL again)",
         )
-    if a.queue.lingering_count:
+    if a.lingering_count:
         return Finding(
             "queue",
             "warn",
-            f"{plural(a.queue.lingering_count, 'queued message')} of events that have ended",
+            f"{plural(a.lingering_count, 'queued message')} of events that have ended",
             "a worker removes them when it receives them",
         )
     return Finding("queue", "ok", "every open event is queued once")

@@ -17,7 +17,7 @@ from penstock.ports.broker import (
 )
 from penstock.ports.claims import ClaimChange, ClaimTable, ExternalClaims, Holder
 from penstock.ports.clock import Clock
-from penstock.ports.events import Accepted, Admitted, Baseline, End, PageMeta, Status
+from penstock.ports.events import OPEN, Accepted, Admitted, Baseline, End, PageMeta, Status
 from penstock.ports.extraction import Extracted, Extraction, FetchedPage
 from penstock.ports.fetching import (
     Cancellable,
@@ -63,6 +63,7 @@ from penstock.ports.store import Durability, StoreFacts, Transaction, UnitOfWork
 from penstock.ports.topics import Topics
 
 __all__ = [
+    "OPEN",
     "AbsenceTable",
     "AbsentVisit",
     "Accepted",

@@ -207,9 +207,8 @@ class Partitioned(Protocol):
 class QueueAudit(msgspec.Struct, frozen=True, kw_only=True):
     """Audit of the embedded broker for `doctor`. Its numbers are counted over whole tables."""
 
-    unqueued: list[str]  # ids of the first five open events without a message for group `main`
-    unqueued_count: int
-    lingering_count: int  # queued events that have ended. They are acked when delivered.
+    # Ids of the events with a message for group `main`, None for external brokers.
+    queued: frozenset[str] | None
     # (topic, group, recorded numbers, counted numbers). The numbers are (ready, leased, delayed).
     groups: list[tuple[str, str, tuple[int, int, int], tuple[int, int, int]]]
     expired: int  # expired leases whose messages are not yet ready again

@@ -24,6 +24,10 @@ class Status(enum.StrEnum):
     DUPLICATE = "duplicate"
 
 
+# Statuses of events that have not ended. Plain text, because stores compare it.
+OPEN = frozenset({"pending", "delayed", "in_flight", "writing"})
+
+
 class Accepted(enum.StrEnum):
     """Answer of the intake to an event."""
 

@@ -109,6 +109,9 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
     rows: dict[tuple[str, str], int]  # (topic, status) -> rows
     entered: int | None  # events ever inserted, None if the store does not count them
     queue: QueueAudit
+    unqueued: list[str]  # ids of the first five open events without a message
+    unqueued_count: int
+    lingering_count: int  # queued events that have ended. They are acked when delivered.
     letterless: int  # dead letters of events that are not dead
     outbox: list[tuple[str, int, int]]  # (sink, recorded backlog, rows)
     future: float  # latest acceptance time of the newest 1,000 events

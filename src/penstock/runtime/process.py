@@ -35,14 +35,13 @@ from penstock.fetching.stage import FetchStage
 from penstock.intake.accept import Intake
 from penstock.intake.mapping import Mapping as SourceMapping
 from penstock.intake.reader import Reader
-from penstock.ledgers.sql.events import OPEN
 from penstock.locks import WorkerLock
 from penstock.model import mint
 from penstock.net.http import CurlFetcher
 from penstock.operate.hosts import apply_configured_exceptions
 from penstock.operate.ownership import Membership
 from penstock.operate.waiting import approvals_in, lines_about, stuck_in
-from penstock.ports import Clock, Durability, Extraction, TableSink, Transaction
+from penstock.ports import OPEN, Clock, Durability, Extraction, TableSink, Transaction
 from penstock.rules import retry
 from penstock.rules.masking import mask
 from penstock.rules.waiting import Waiting

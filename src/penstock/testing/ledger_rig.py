@@ -32,7 +32,7 @@ URL = "https://shop.test/p/"
 TOPIC = "requests"
 OPEN = ("pending", "delayed", "in_flight", "writing")
 # `audit` also gets the figures of a broker. The suite has no broker.
-NO_QUEUE = QueueAudit(unqueued=[], unqueued_count=0, lingering_count=0, groups=[], expired=0)
+NO_QUEUE = QueueAudit(queued=None, groups=[], expired=0)
 Outcome = Literal["success", "retry", "park", "release", "dead", "handover", "writing"]
 OUTCOMES: tuple[Outcome, ...] = (
     "success",

@@ -11,7 +11,7 @@ import msgspec
 from penstock.ledgers.sql.dead_letters import SqlDeadLetters
 from penstock.ledgers.sql.ledger import LedgerTable, SqlLedger
 from penstock.model import Event, Reason
-from penstock.ports import DeadLetter, End, EventState, NewEvent, Start
+from penstock.ports import OPEN, DeadLetter, End, EventState, NewEvent, Start
 from penstock.rules.reasons import sentence
 from penstock.stores.sql import Rows, Tx
 
@@ -29,7 +29,6 @@ _ENDED = "crashes=CASE WHEN crashes>0 THEN crashes-1 ELSE 0 END"
 # Condition: the fence belongs to the current start, which has not ended.
 _CURRENT = "n=? AND fence=? AND status IN ('in_flight','writing')"
 _FORGET = "DELETE FROM redirect WHERE event=?"
-OPEN = frozenset({"pending", "delayed", "in_flight", "writing"})
 _encode = msgspec.msgpack.Encoder().encode
 
 

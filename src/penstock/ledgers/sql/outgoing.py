@@ -184,4 +184,4 @@ class RelayReports:
 
     def audit(self, now: float) -> QueueAudit:
         """Return an empty audit. The queues of external brokers cannot be compared from here."""
-        return QueueAudit(unqueued=[], unqueued_count=0, lingering_count=0, groups=[], expired=0)
+        return QueueAudit(queued=None, groups=[], expired=0)

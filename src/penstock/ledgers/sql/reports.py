@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from penstock.ledgers.sql.dead_letters import SqlDeadLetterReports
-from penstock.ports import QueueAudit, QueueReports, Status
+from penstock.ports import OPEN, QueueAudit, QueueReports, Status
 from penstock.ports.reports import (
     SCAN,
     Audit,
@@ -94,6 +94,17 @@ class SqlReports(SqlDeadLetterReports):
 
         Whole tables are counted, so the audit is slow.
         """
+        unqueued: list[str] = []
+        lingering = 0
+        if queue.queued is not None:
+            marks = ",".join("?" * len(OPEN))
+            open_ = {
+                id_
+                for (id_,) in self._tx.execute(
+                    f"SELECT id FROM event WHERE status IN ({marks})", tuple(OPEN)
+                )
+            }
+            unqueued, lingering = sorted(open_ - queue.queued), len(queue.queued - open_)
         return Audit(
             counters={
                 (t, s): n
@@ -108,6 +119,9 @@ class SqlReports(SqlDeadLetterReports):
             },
             entered=entered,
             queue=queue,
+            unqueued=unqueued[:5],
+            unqueued_count=len(unqueued),
+            lingering_count=lingering,
             letterless=int(
                 self._tx.execute(
                     "SELECT count(*) FROM dead d JOIN event e ON e.id=d.event"
