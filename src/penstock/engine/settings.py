@@ -38,6 +38,8 @@ class LifecycleSettings(msgspec.Struct, frozen=True, kw_only=True):
     hooks: bool = False  # store changes for on_change hooks
     sinks: tuple[SinkBinding, ...] = ()
     host_by: HostKind = "host"
+    # The owner of the ledger, in messages of an external broker. "" if the broker is embedded.
+    pipeline: str = ""
     breaker: breaker.Limits = breaker.Limits()
     gone: gone.Limits = gone.Limits()
     keys: ExtractorKeys = {}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+import msgspec
+
 from penstock.brokers.sql import SqlQueue
 from penstock.claims.external import NoClaimTable
 from penstock.claims.sql import SqlClaims, SqlClaimTable, SqlHosts
@@ -192,6 +194,9 @@ class Assembly:
         )
 
     def with_settings(self, settings: LifecycleSettings) -> None:
+        if self.relay is None:  # messages are in the ledger's store, so their owner is known
+            settings = msgspec.structs.replace(settings, pipeline="")
+        self.settings = settings
         self.breakers = Breakers(self.uow, self.claims, settings, clock=self.clock)
         self.lifecycle = Lifecycle(
             self.uow,

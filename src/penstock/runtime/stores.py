@@ -14,6 +14,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from penstock import locks
 from penstock.authoring.pipeline import Pipeline
 from penstock.brokers.sql import SqlQueue
@@ -123,6 +125,9 @@ class Stores(Assembly):
             for drift in await self.topics.ensure(TOPOLOGY):
                 log.warning("%s", drift)
             await self.relay_chores.heartbeat()
+            # Commands that accept events have no pipeline. Their messages name the owner.
+            owner = await self.uow.read(lambda tx: tx.owner.pipeline())
+            self.with_settings(msgspec.structs.replace(self.settings, pipeline=owner or ""))
 
     async def stop(self) -> None:
         if self.relay_chores is not None:
@@ -335,6 +340,7 @@ def settings(
         hooks=pipeline is not None and bool(pipeline.hooks),
         sinks=tuple(sinks),
         host_by=config.pace.by,
+        pipeline="" if pipeline is None else pipeline.name,
         breaker=breaker.Limits(
             dead_share=b.dead_share, at_least=b.min, window=b.window, alert_share=b.alert
         ),
