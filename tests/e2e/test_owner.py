@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
@@ -194,3 +195,19 @@ def test_two_pipelines_on_one_broker_namespace_do_not_take_each_others_messages(
         assert [row["sku"] for row in project.rows()] == ["S-1"]
     finally:
         other.close()
+
+
+@pytest.mark.server("redis")
+def test_the_new_owner_accepts_messages_of_the_old_one_that_the_ledger_has_deleted(
+    project: Project, site: Site, server: Server
+) -> None:
+    prepare(project, "redis", server)
+    project.run()
+    project.push(site.serve("/p/1", product(1)))
+    ledger = sqlite3.connect(project.dir / ".penstock" / "ledger.db", isolation_level=None)
+    ledger.execute("DELETE FROM event")
+    ledger.close()
+    project.good("adopt", "other.py")
+    running = start(project, "other.py")
+    wait_for(lambda: project.written("others.jsonl"), "the row")
+    stop(running)

@@ -184,7 +184,7 @@ class Admission:
         """
         state = state_of(tx, e.id)
         if state is None:
-            refuse_foreign(e, self.settings.pipeline, d.topic)
+            refuse_foreign(e, self.settings, d.topic)
             accepted = msgspec.structs.replace(e, accepted_at=round(now, 3))
             tx.events.enter([NewEvent(accepted, d.body, d.position)], now)
             state = state_of(tx, e.id)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from penstock.engine.settings import LifecycleSettings
 from penstock.errors import StoreRefused
 from penstock.model import Event
 
 
-def refuse_foreign(event: Event, pipeline: str, topic: str) -> None:
+def refuse_foreign(event: Event, settings: LifecycleSettings, topic: str) -> None:
     """Raise StoreRefused if a message names another pipeline. This ledger does not have the event.
 
     The worker then ends and does not settle the message, so the broker delivers it again. A message
     without a name was published by another program, and is accepted.
     """
-    if pipeline and event.pipeline and event.pipeline != pipeline:
+    pipeline = settings.pipeline
+    if pipeline and event.pipeline not in ("", pipeline, *settings.former):
         raise StoreRefused(
             f"topic {topic}: a message belongs to the pipeline {event.pipeline!r}, "
             f"and not to {pipeline!r}. Both use the same namespace on the broker",

@@ -126,7 +126,9 @@ class Stores(Assembly):
                 log.warning("%s", drift)
             await self.relay_chores.heartbeat()
             # Commands that accept events have no pipeline. Their messages name the owner.
-            owner = await self.uow.read(lambda tx: tx.owner.pipeline())
+            owner, self.former_owners = await self.uow.read(
+                lambda tx: (tx.owner.pipeline(), tx.owner.former())
+            )
             self.with_settings(msgspec.structs.replace(self.settings, pipeline=owner or ""))
 
     async def stop(self) -> None:
