@@ -73,6 +73,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     window: float | None = None  # freshness window of this event, in seconds
     window_mode: str | None = None  # "delay" | "drop"
     accepted_at: float = 0.0  # time when intake queued the event, in whole milliseconds
+    pipeline: str = ""  # owner of the ledger with the event. Only set on an external broker.
     ask: Ask = Ask()
     data: dict[str, Any] = {}  # payload from the source, for extractors
 
@@ -106,6 +107,7 @@ class _Data(msgspec.Struct, kw_only=True, omit_defaults=True):
     window: float | None = None
     window_mode: str | None = None
     accepted_at: float = 0.0
+    pipeline: str = ""
     ask: Ask = Ask()
     data: dict[str, Any] = {}
 
@@ -175,6 +177,7 @@ def encode_event(e: Event) -> bytes:
                 window=e.window,
                 window_mode=e.window_mode,
                 accepted_at=e.accepted_at,
+                pipeline=e.pipeline,
                 ask=e.ask,
                 data=e.data,
             ),
@@ -254,6 +257,7 @@ def decode_event(raw: bytes) -> Event:
         window=d.window,
         window_mode=d.window_mode,
         accepted_at=d.accepted_at,
+        pipeline=d.pipeline,
         ask=d.ask,
         data=d.data,
     )

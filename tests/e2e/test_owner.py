@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
@@ -168,3 +169,45 @@ def test_doctor_reports_a_pipeline_that_is_not_the_owner(project: Project) -> No
     assert bad["result"] == "fail"
     assert "belongs to the pipeline 'shop', and other.py is 'other'" in bad["found"]
     assert "penstock adopt other.py" in bad["fix"]
+
+
+@pytest.mark.parametrize("layout", layouts("redis", "rabbitmq"))
+def test_two_pipelines_on_one_broker_namespace_do_not_take_each_others_messages(
+    project: Project, tmp_path: Path, site: Site, layout: str, server: Server
+) -> None:
+    prepare(project, layout, server)
+    other = Project(tmp_path / "other")
+    other.dir.mkdir()
+    other.env = dict(project.env)
+    lay_out(other, layout, server)
+    other.set(namespace=project.env["PENSTOCK_NAMESPACE"])
+    other.write("other.py", OTHER)
+    try:
+        project.run()
+        other.run(file="other.py")
+        project.push(site.serve("/p/1", product(1)))
+        done = other.start("run", "other.py")
+        assert done.wait() == CONFIGURATION, done.output
+        assert "a message belongs to the pipeline 'shop', and not to 'other'" in done.output
+        assert "PENSTOCK_NAMESPACE" in done.output
+        assert other.total()["accepted"] == 0
+        project.run()
+        assert [row["sku"] for row in project.rows()] == ["S-1"]
+    finally:
+        other.close()
+
+
+@pytest.mark.server("redis")
+def test_the_new_owner_accepts_messages_of_the_old_one_that_the_ledger_has_deleted(
+    project: Project, site: Site, server: Server
+) -> None:
+    prepare(project, "redis", server)
+    project.run()
+    project.push(site.serve("/p/1", product(1)))
+    ledger = sqlite3.connect(project.dir / ".penstock" / "ledger.db", isolation_level=None)
+    ledger.execute("DELETE FROM event")
+    ledger.close()
+    project.good("adopt", "other.py")
+    running = start(project, "other.py")
+    wait_for(lambda: project.written("others.jsonl"), "the row")
+    stop(running)

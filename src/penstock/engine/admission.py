@@ -10,6 +10,7 @@ from zlib import crc32
 import msgspec
 
 from penstock.engine.claim_session import Claims, ClaimSession
+from penstock.engine.foreign import refuse_foreign
 from penstock.engine.publishing import state_of
 from penstock.engine.routes import RouteGate
 from penstock.engine.settings import LifecycleSettings
@@ -182,9 +183,13 @@ class Admission:
         return answers, +wants
 
     def _state_or_enter(self, tx: Transaction, d: Delivery, e: Event, now: float) -> EventState:
-        """Return the event's state. Insert the event if it was published without intake."""
+        """Return the event's state. Insert the event if it was published without intake.
+
+        Raises StoreRefused if the event belongs to the ledger of another pipeline.
+        """
         state = state_of(tx, e.id)
         if state is None:
+            refuse_foreign(e, self.settings, d.topic)
             accepted = msgspec.structs.replace(e, accepted_at=round(now, 3))
             tx.events.enter([NewEvent(accepted, d.body, d.position)], now)
             state = state_of(tx, e.id)

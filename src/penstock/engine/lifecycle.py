@@ -156,7 +156,7 @@ class Lifecycle:
                 room[e.topic] -= 1
                 fresh[e.id] = e
                 answers.append(Accepted.NEW)
-        _insert(tx, list(fresh.values()), now)
+        _insert(tx, list(fresh.values()), now, self.settings.pipeline)
         if cursor is not None and Accepted.FULL not in answers:
             tx.sources.move_cursor(*cursor, now)
         if in_transaction is not None:
@@ -366,7 +366,7 @@ class Lifecycle:
                 if not tx.lookup.known([child.id]):
                     children.append(child)
                     count["followed"] += 1
-        _insert(tx, children, now)
+        _insert(tx, children, now, self.settings.pipeline)
 
     def _promote_duplicate(self, tx: Transaction, dead: Event, now: float) -> None:
         """Reopen the oldest duplicate of a dead owner, once, with a new budget."""
@@ -394,9 +394,12 @@ class Lifecycle:
         reopen_duplicate(tx, found, reason=sentence(Reason.NEWER_DATA, end.event.id), now=now)
 
 
-def _insert(tx: Transaction, events: Sequence[Event], now: float) -> None:
+def _insert(tx: Transaction, events: Sequence[Event], now: float, pipeline: str) -> None:
     """Publish the messages of new events, and insert the events with the messages' positions."""
-    stamped = [msgspec.structs.replace(e, accepted_at=round(now, 3)) for e in events]
+    accepted_at = round(now, 3)
+    stamped = [
+        msgspec.structs.replace(e, accepted_at=accepted_at, pipeline=pipeline) for e in events
+    ]
     messages = [message_for(e, encode_event(e)) for e in stamped]
     placed = tx.queue.enqueue(messages)
     assert all(answer is Published.OK for answer, _ in placed), (

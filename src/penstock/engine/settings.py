@@ -39,6 +39,9 @@ class LifecycleSettings(msgspec.Struct, frozen=True, kw_only=True):
     hooks: bool = False  # store changes for on_change hooks
     sinks: tuple[SinkBinding, ...] = ()
     host_by: HostKind = "host"
+    # The owner of the ledger, in messages of an external broker. "" if the broker is embedded.
+    pipeline: str = ""
+    former: frozenset[str] = frozenset()  # former owners, which old messages may name
     breaker: breaker.Limits = breaker.Limits()
     gone: gone.Limits = gone.Limits()
     keys: ExtractorKeys = {}

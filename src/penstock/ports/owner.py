@@ -11,6 +11,9 @@ class StoreOwner(Protocol):
     def pipeline(self) -> str | None:
         """Return the name of the owner, or None if no pipeline has run on this store."""
 
+    def former(self) -> frozenset[str]:
+        """Return the pipelines that were owners before. Old messages may still name them."""
+
     def take(self, pipeline: str, now: float) -> str:
         """Make this pipeline the owner if the store has none. Return the owner."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+import msgspec
+
 from penstock.brokers.sql import SqlQueue
 from penstock.claims.external import NoClaimTable
 from penstock.claims.sql import SqlClaims, SqlClaimTable, SqlHosts
@@ -144,6 +146,7 @@ class Assembly:
         if not isinstance(claims, SqlClaims):
             self.external_claims = claims
             self._claim_session = PrefetchedClaims(claims, self.uow)
+        self.former_owners: frozenset[str] = frozenset()
         self.with_settings(settings)
 
     def _bind(self, sql: Tx) -> Transaction:
@@ -196,6 +199,11 @@ class Assembly:
         )
 
     def with_settings(self, settings: LifecycleSettings) -> None:
+        if self.relay is None:  # messages are in the ledger's store, so their owner is known
+            settings = msgspec.structs.replace(settings, pipeline="")
+        elif self.former_owners:
+            settings = msgspec.structs.replace(settings, former=self.former_owners)
+        self.settings = settings
         self.breakers = Breakers(self.uow, self.claims, settings, clock=self.clock)
         self.lifecycle = Lifecycle(
             self.uow,

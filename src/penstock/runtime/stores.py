@@ -14,6 +14,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from penstock import locks
 from penstock.authoring.pipeline import Pipeline
 from penstock.brokers.sql import SqlQueue
@@ -124,6 +126,11 @@ class Stores(Assembly):
             for drift in await self.topics.ensure(TOPOLOGY):
                 log.warning("%s", drift)
             await self.relay_chores.heartbeat()
+            # Commands that accept events have no pipeline. Their messages name the owner.
+            owner, self.former_owners = await self.uow.read(
+                lambda tx: (tx.owner.pipeline(), tx.owner.former())
+            )
+            self.with_settings(msgspec.structs.replace(self.settings, pipeline=owner or ""))
 
     async def stop(self) -> None:
         if self.relay_chores is not None:
@@ -338,6 +345,7 @@ def settings(
         host_by=config.pace.by,
         pools=tuple(served_pools(config.proxies)),
         max_age=config.retry.max_age,
+        pipeline="" if pipeline is None else pipeline.name,
         breaker=breaker.Limits(
             dead_share=b.dead_share, at_least=b.min, window=b.window, alert_share=b.alert
         ),

@@ -6,11 +6,15 @@ from penstock.stores.sql import SqlTable
 
 
 class SqlStoreOwner(SqlTable):
-    """Owner of the store. The table has at most one row, with `one` = 1."""
+    """Owner of the store, in the row with `one` = 1. Other rows are former owners."""
 
     def pipeline(self) -> str | None:
-        name: str | None = self._tx.execute("SELECT pipeline FROM store_owner").get
+        name: str | None = self._tx.execute("SELECT pipeline FROM store_owner WHERE one=1").get
         return name
+
+    def former(self) -> frozenset[str]:
+        rows = self._tx.execute("SELECT pipeline FROM store_owner WHERE one>1")
+        return frozenset(name for (name,) in rows)
 
     def take(self, pipeline: str, now: float) -> str:
         self._tx.execute(
@@ -19,6 +23,11 @@ class SqlStoreOwner(SqlTable):
         return self.pipeline() or pipeline
 
     def change(self, pipeline: str, now: float) -> None:
+        before = self.pipeline()
+        if before is not None and before != pipeline and before not in self.former():
+            self._tx.execute(
+                "INSERT INTO store_owner SELECT max(one)+1, ?, ? FROM store_owner", (before, now)
+            )
         self._tx.execute(
             "INSERT INTO store_owner VALUES(1,?,?)"
             " ON CONFLICT(one) DO UPDATE SET pipeline=excluded.pipeline, at=excluded.at",
