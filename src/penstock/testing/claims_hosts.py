@@ -227,16 +227,16 @@ class ClaimsOfHosts(ClaimsRig):
             found = await one.with_hosts(lambda table: table.exceptions(hosts, ended=ended))
             return [(e.host, e.reason, e.ended is None) for e in found]
 
-        await add("a.test", "ours")
-        await add("a.test", "ours indeed")
+        await add("a.test", "a reason")
+        await add("a.test", "a better reason")
         await add("b.test", "just once", once=True)
         await two.access.refresh()
         assert (two.access.exempt("a.test"), two.access.exempt("b.test")) == (True, False)
-        assert await exceptions() == [("a.test", "ours indeed", True)]
+        assert await exceptions() == [("a.test", "a better reason", True)]
         every = [
             ("b.test", "just once", False),
-            ("a.test", "ours indeed", True),
-            ("a.test", "ours", False),
+            ("a.test", "a better reason", True),
+            ("a.test", "a reason", False),
         ]
         assert await exceptions(ended=True) == every
         assert await exceptions(["b.test"], ended=True) == every[:1]
