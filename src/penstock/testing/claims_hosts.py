@@ -201,6 +201,26 @@ class ClaimsOfHosts(ClaimsRig):
         assert two.access.blocked_until(HOST) < math.inf
 
     @sentence()
+    async def test_a_paused_host_is_blocked_for_the_fleet_until_it_is_resumed(
+        self, one: ClaimsWorker
+    ) -> None:
+        two = await self.open()
+        await one.access.report(HOST, status=429, retry_after=30.0, seconds=0.1)
+        for _ in range(2):
+            await one.access.pause(HOST)
+        assert one.access.blocked_until(HOST) == math.inf
+        await two.access.refresh()
+        assert two.access.blocked_until(HOST) == math.inf
+        assert two.access.blocked_until(OTHER) == 0.0
+        await one.with_hosts(
+            lambda hosts: hosts.change(HOST, lambda s: msgspec.structs.replace(s, paused_until=0.0))
+        )
+        await two.access.refresh()
+        assert self.near(two.access.blocked_until(HOST), self.now() + 30.0), (
+            "a resume keeps the host's own Retry-After"
+        )
+
+    @sentence()
     async def test_an_operators_limit_replaces_the_state_that_a_worker_has_cached(
         self, one: ClaimsWorker
     ) -> None:
