@@ -267,10 +267,10 @@ def test_every_command_in_the_text_exists(page: Path) -> None:
 def test_every_test_and_source_file_in_the_text_exists() -> None:
     defined = {
         name
-        for file in (ROOT / "tests").rglob("*.py")
+        for folder in (ROOT / "tests", ROOT / "src/penstock/testing")
+        for file in folder.rglob("*.py")
         for name in re.findall(r"def (test_\w+)", file.read_text("utf-8"))
     }
-    defined |= set(SENTENCES)
     for page in PAGES:
         text = page.read_text("utf-8")
         for name in re.findall(r"`(test_\w+)`", text):
@@ -461,3 +461,22 @@ def test_the_example_sink_for_contributors_loads_and_writes_every_row_once(
     assert (tmp_path / "out.tsv").read_text() == "there before\n" + "".join(
         f"k{n}\t{{}}\n" for n in range(1, 5)
     )
+
+
+def test_the_example_suites_for_plug_in_authors_pass(tmp_path: Path) -> None:
+    example = next(
+        b.body
+        for b in blocks(DOCS / "store-suites.md")
+        if b.info == "python file=test_my_stores.py"
+    )
+    (tmp_path / "test_my_stores.py").write_text(example, "utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "test_my_stores.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout

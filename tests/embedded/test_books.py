@@ -1060,50 +1060,6 @@ async def _scrape(rig: Rig, event_id: str, *records: Record, url: str = URL, **m
     rig.clock.advance(100.0)
 
 
-async def test_an_unchanged_record_adds_no_outbox_row(rig: Rig) -> None:
-    await _scrape(rig, "e1", record("a"), record("b", index=1))
-    await _scrape(rig, "e2", record("a"), record("b", 2, index=1))
-    assert [(line["sku"], line["price"]) for line in rig.lines()] == [("a", 1), ("b", 1), ("b", 2)]
-    assert (rig.count("records"), rig.count("records_unchanged"), rig.count("changes")) == (3, 1, 1)
-
-
-async def test_very_long_record_keys_are_recognised_and_not_confused(rig: Rig) -> None:
-    dice = random.Random(1)
-    long = "".join(chr(dice.randrange(0x4E00, 0x9FFF)) for _ in range(4095))
-    await _scrape(rig, "e1", record(long + "a"))
-    await _scrape(rig, "e2", record(long + "a"))
-    await _scrape(rig, "e3", record(long + "b"))
-    assert [line["sku"][-1] for line in rig.lines()] == ["a", "b"]
-    assert (rig.count("records"), rig.count("records_unchanged")) == (2, 1)
-
-
-async def test_the_same_record_key_from_another_url_is_a_new_record(rig: Rig) -> None:
-    await _scrape(rig, "e1", record("a"))
-    await _scrape(rig, "e2", record("a"), url=URL + "2")
-    assert [line["_penstock"]["url"] for line in rig.lines()] == [URL, URL + "2"]
-    assert rig.count("changes") == 0
-
-
-async def test_a_removal_is_emitted_once_and_an_older_event_does_not_undo_it(rig: Rig) -> None:
-    await _scrape(rig, "e1", record("a"))
-    await rig.accept("e2", url=URL + "2")
-    await rig.accept("e3")
-    late, newer = await rig.start("e2", "e3")
-    removed = msgspec.structs.replace(
-        record("a"), hash=REMOVED, deleted=True, fields=b'{"sku":"a"}'
-    )
-    await rig.succeed(newer, removed)
-    await rig.succeed(late, record("a", 7))
-    rig.clock.advance(100.0)
-    await _scrape(rig, "e4", removed)
-    assert [(line.get("price"), line["_penstock"].get("deleted")) for line in rig.lines()] == [
-        (1, None),
-        (None, True),
-    ]
-    await _scrape(rig, "e5", record("a", 8))
-    assert [line.get("price") for line in rig.lines()] == [1, None, 8]
-
-
 async def test_unchanged_records_are_emitted_if_forced_or_configured(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     await _scrape(rig, "e1", record("a"))
@@ -1139,43 +1095,6 @@ async def test_a_change_waits_for_its_hook_with_the_old_and_the_new_values(tmp_p
     assert len(await changes(rig)) == 1, "a hook that failed runs again"
     await rig.uow.write(lambda tx: tx.outbox.mark_hooks_run([n], []))
     assert await changes(rig) == []
-
-
-async def test_if_a_page_repeats_a_record_key_its_last_record_stays_the_last_row(rig: Rig) -> None:
-    for i in range(4):
-        await _scrape(rig, f"e{i}", record("a", 1), record("a", 2, index=1))
-    rows = [(line["_penstock"]["event_id"], line["price"]) for line in rig.lines()]
-    assert rows[:2] == [("e0", 1), ("e0", 2)]
-    assert rows[-1][1] == 2, "the last record of the page is the last row in the outbox"
-    assert {price for _, price in rows[2:]} != {1}
-
-
-async def test_an_older_event_that_ends_later_does_not_replace_the_newer_record(rig: Rig) -> None:
-    await rig.accept("e1")
-    (elder,) = await rig.start("e1")
-    await rig.accept("e2", force=True)
-    (newer,) = await rig.start("e2")
-    await rig.succeed(newer, record("a", 2))
-    await rig.succeed(elder, record("a", 1))
-    assert [n for (n,) in rig.sql("SELECT ord FROM outbox ORDER BY n")] == [2, 1], (
-        "a sink with keys uses this order"
-    )
-    assert rig.sql("SELECT n FROM record") == [(2,)]
-    assert rig.count("changes") == 0
-
-
-async def test_outbox_numbers_have_no_gaps_after_commits_and_flushes(rig: Rig) -> None:
-    for i in range(3):
-        await _scrape(rig, f"e{i}", record("a", i), record("b", i, index=1))
-        if i == 1:
-            await rig.uow.write(lambda tx: tx.outbox.mark_flushed("out", upto=3, mark="77"))
-    rows = await rig.uow.read(
-        lambda tx: tx.outbox.rows("out", after=3, limit=10, max_bytes=1 << 20)
-    )
-    assert [r.n for r in rows] == [4, 5, 6]
-    assert await rig.uow.read(lambda tx: tx.outbox.position("out")) == (3, "77")
-    assert await rig.uow.read(lambda tx: tx.outbox.backlog("out")) == 3
-    assert_books_balance(rig)
 
 
 async def test_a_sink_receives_only_the_extractors_of_its_binding(tmp_path: Path) -> None:

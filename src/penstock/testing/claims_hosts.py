@@ -201,6 +201,26 @@ class ClaimsOfHosts(ClaimsRig):
         assert two.access.blocked_until(HOST) < math.inf
 
     @sentence()
+    async def test_a_paused_host_is_blocked_for_the_fleet_until_it_is_resumed(
+        self, one: ClaimsWorker
+    ) -> None:
+        two = await self.open()
+        await one.access.report(HOST, status=429, retry_after=30.0, seconds=0.1)
+        for _ in range(2):
+            await one.access.pause(HOST)
+        assert one.access.blocked_until(HOST) == math.inf
+        await two.access.refresh()
+        assert two.access.blocked_until(HOST) == math.inf
+        assert two.access.blocked_until(OTHER) == 0.0
+        await one.with_hosts(
+            lambda hosts: hosts.change(HOST, lambda s: msgspec.structs.replace(s, paused_until=0.0))
+        )
+        await two.access.refresh()
+        assert self.near(two.access.blocked_until(HOST), self.now() + 30.0), (
+            "a resume keeps the host's own Retry-After"
+        )
+
+    @sentence()
     async def test_an_operators_limit_replaces_the_state_that_a_worker_has_cached(
         self, one: ClaimsWorker
     ) -> None:
@@ -227,16 +247,16 @@ class ClaimsOfHosts(ClaimsRig):
             found = await one.with_hosts(lambda table: table.exceptions(hosts, ended=ended))
             return [(e.host, e.reason, e.ended is None) for e in found]
 
-        await add("a.test", "ours")
-        await add("a.test", "ours indeed")
+        await add("a.test", "a reason")
+        await add("a.test", "a better reason")
         await add("b.test", "just once", once=True)
         await two.access.refresh()
         assert (two.access.exempt("a.test"), two.access.exempt("b.test")) == (True, False)
-        assert await exceptions() == [("a.test", "ours indeed", True)]
+        assert await exceptions() == [("a.test", "a better reason", True)]
         every = [
             ("b.test", "just once", False),
-            ("a.test", "ours indeed", True),
-            ("a.test", "ours", False),
+            ("a.test", "a better reason", True),
+            ("a.test", "a reason", False),
         ]
         assert await exceptions(ended=True) == every
         assert await exceptions(["b.test"], ended=True) == every[:1]

@@ -43,6 +43,23 @@ class LedgerLookups(LedgerRig):
         assert await ledger.read(lambda tx: tx.reports.duplicates_of("owner")) == [("d1", "d1")]
 
     @sentence()
+    async def test_duplicates_can_be_reassigned_to_their_newest_one(
+        self, ledger: UnitOfWork
+    ) -> None:
+        assert await ledger.read(lambda tx: tx.lookup.newest_duplicate("owner")) is None
+        for id_ in ("d1", "d2", "d3"):
+            await self._duplicate(ledger, id_, "owner")
+        newest = await ledger.read(lambda tx: tx.lookup.newest_duplicate("owner"))
+        assert newest is not None
+        assert decode_event(newest.envelope).id == newest.id == "d3"
+        await self.reopen(ledger, "d3", was="duplicate", promoted=True)
+        await ledger.write(lambda tx: tx.events.reassign_duplicates("owner", "d3"))
+        moved = await ledger.read(lambda tx: tx.reports.duplicates_of("d3"))
+        assert sorted(id_ for id_, _ in moved) == ["d1", "d2"]
+        assert await ledger.read(lambda tx: tx.reports.duplicates_of("owner")) == []
+        await self.check_counters(ledger)
+
+    @sentence()
     async def test_the_progress_of_a_claim_follows_its_owner(self, ledger: UnitOfWork) -> None:
         async def progress() -> tuple[bool, bool] | None:
             """Return (has sent its request, has ended) of the owner."""

@@ -85,6 +85,49 @@ class LedgerMaintenance(LedgerRig):
             "delayed",
         ]
 
+    @sentence()
+    async def test_events_that_wait_for_more_than_time_are_counted_by_their_cause(
+        self, ledger: UnitOfWork
+    ) -> None:
+        now, host = self.now(), "host:shop.test"
+        for id_, cause in (
+            ("held", host),
+            ("timed", ""),
+            ("fetched", ""),
+            ("coded", "extractor:x"),
+        ):
+            page = b"x" if id_ == "fetched" else None
+            begun = await self.start(ledger, id_)
+            await self.end(
+                ledger, begun, "park", page=page, until=now + 600, waits_for=cause, reason=id_
+            )
+        elsewhere = new_event("elsewhere", "https://other.test/")
+        await self.accept(ledger, elsewhere)
+        was = await self.state(ledger, "elsewhere")
+        await ledger.write(
+            lambda tx: tx.events.delay(
+                elsewhere, was, now + 600, "no browser", now, waits_for="render"
+            )
+        )
+
+        async def waits() -> dict[str, int]:
+            return await ledger.read(lambda tx: tx.maintenance.waits())
+
+        assert await waits() == {host: 1, "extractor:x": 1, "render": 1}
+        await ledger.write(lambda tx: tx.maintenance.hold("shop.test", host))
+        assert await waits() == {host: 2, "extractor:x": 1, "render": 1}, (
+            "the event with a stored page needs no request"
+        )
+        found = await ledger.read(lambda tx: tx.maintenance.waiting_for(host))
+        rows = [(await self.state(ledger, id_)).n for id_ in ("held", "timed")]
+        assert sorted((n, name) for n, name, _ in found) == [(n, "shop.test") for n in rows]
+        await ledger.write(lambda tx: tx.maintenance.make_due(rows, now))
+        assert await waits() == {"extractor:x": 1, "render": 1}
+        await self.begin(ledger, new_event("coded"))
+        await ledger.write(lambda tx: tx.maintenance.release_due(now + 601))
+        assert await waits() == {}
+        await self.check_counters(ledger)
+
     # -- crashed workers ---------------------------------------------------------------------------
 
     @sentence()

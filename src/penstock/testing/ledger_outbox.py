@@ -255,6 +255,21 @@ class LedgerOutbox(LedgerRig):
         assert await numbers(9, 250) == [2, 3, 4], "one row beyond the limit"
         assert await numbers(9, 0) == [2], "a large row alone is returned"
 
+    @sentence()
+    async def test_the_outage_of_a_sink_is_recorded_and_keeps_its_rows(
+        self, ledger: UnitOfWork
+    ) -> None:
+        now, other = self.now(), await self.open()
+        assert await ledger.read(lambda tx: tx.outbox.outage("out")) == ""
+        lines = [Line("product", "k", b"1", 1)]
+        await ledger.write(lambda tx: tx.outbox.append("out", lines))
+        await ledger.write(lambda tx: tx.outbox.set_outage("out", "disk full", since=now))
+        assert await other.read(lambda tx: tx.outbox.outage("out")) == "disk full"
+        assert await other.read(lambda tx: tx.outbox.outage("another")) == ""
+        assert len(await self._rows(other)) == 1
+        await ledger.write(lambda tx: tx.outbox.set_outage("out", "", since=None))
+        assert await other.read(lambda tx: tx.outbox.outage("out")) == ""
+
     # -- changes for hooks -------------------------------------------------------------------------
 
     @sentence()
