@@ -13,6 +13,8 @@ from tests.e2e.harness import SHOP, Project, Site, Target, free_port, product, w
 from tests.e2e.silent_servers import BlackHole
 from tests.servers import Handle
 
+from penstock.testing.web import Reply
+
 KEYS = {"code", "severity", "message", "next_step"}
 
 
@@ -161,6 +163,19 @@ def test_doctor_warns_of_a_topic_that_an_operator_paused(ran: Project) -> None:
     assert code == 0
     assert found["paused.topic"]["severity"] == "warning"
     assert "penstock topics resume requests" in found["paused.topic"]["next_step"]
+
+
+def test_doctor_finds_an_open_breaker(project: Project, site: Site) -> None:
+    project.set(breaker_min="2", retry_budget="0")
+    site.serve("/p/*", Reply(403))
+    project.push(*(site.url(f"/p/{n}") for n in range(6)))
+    project.run(expect=1)
+    code, found = diagnose(project)
+    assert code == 5
+    opened = [finding for name, finding in found.items() if name.startswith("breaker.")]
+    assert opened, found
+    assert all(finding["severity"] == "error" for finding in opened)
+    assert any(" resume " in finding["next_step"] for finding in opened)
 
 
 def test_doctor_finds_a_sink_that_was_down_at_the_last_try(ran: Project) -> None:
