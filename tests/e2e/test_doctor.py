@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.e2e.harness import SHOP, Project, Site, Target, free_port, product, wait_for
+from tests.e2e.layouts import lay_out, layouts
 from tests.e2e.silent_servers import BlackHole
 from tests.servers import Handle
 
@@ -295,6 +296,19 @@ def test_doctor_opens_the_proxies(ran: Project, site: Site, black_hole: BlackHol
     assert str(dead) in found[0]["message"]
     assert str(black_hole.port) in found[1]["message"]
     assert "secret" not in done.out
+
+
+@pytest.mark.parametrize("layout", layouts("redis", "rabbitmq", "kafka", "sqs", "postgres"))
+def test_doctor_opens_each_kind_of_broker(
+    project: Project, server: Callable[[str], Handle], site: Site, layout: str
+) -> None:
+    lay_out(project, layout, server)
+    project.push(site.serve("/p/1", product(1)))
+    project.run()
+    code, found = diagnose(project, "shop.py")
+    assert code == 0, found
+    project.run()  # doctor left the topics as they were
+    assert len(project.rows()) == 1
 
 
 @pytest.mark.server("redis")

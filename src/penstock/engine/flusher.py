@@ -147,7 +147,7 @@ class Flusher:
         """Write rows until cancelled.
 
         A cancellation at any time leaves the target and its recorded mark consistent. It also
-        releases the lock for another process.
+        releases the lock for another process, unless a call of the sink does not return.
         """
         self._thread = BlockingThread(f"flush-{self.sink.name}")
         self._moved = time.monotonic()

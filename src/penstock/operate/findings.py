@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from penstock.errors import PenstockError
 
 Result = Literal["ok", "warn", "fail"]
-OPEN_SECONDS = 8.0  # time limit of all openings together. They run in parallel.
+OPEN_SECONDS = 10.0  # time limit of all openings together. They run in parallel.
 
 
 class Finding(NamedTuple):

@@ -55,6 +55,9 @@ def server_openings(config: Config) -> Iterator[Opening]:
     by_url = {getattr(config.topics, topic): topic for topic in TOPICS}
     for url, topic in by_url.items():
         if not url.startswith(("sqlite:", "postgres")):
+            # Import the client here: on a busy machine that takes a part of the time limit.
+            with contextlib.suppress(PenstockError):
+                adapter("brokers", url)
             yield Opening(
                 "broker", f"broker {mask(url)}", partial(_read_broker, config, url, topic), SERVER
             )
