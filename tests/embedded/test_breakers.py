@@ -193,6 +193,12 @@ async def test_a_retry_at_a_paused_host_waits_for_the_host(rig: Rig) -> None:
     ids = [begun[0][1].id, begun[4][1].id]
     assert [rig.row(id_)["waits_for"] for id_ in ids] == [f"host:{A}"] * 2
     assert [found.cause for found in rig.uow.snapshot(stuck_in)] == [f"host:{A}"]
+    rig.clock.advance(700.0)
+    await rig.maintenance.release_due()
+    assert rig.status(*ids) == "delayed delayed", "the end of the back-off does not resume the host"
+    assert domains(rig).resume(A) == 2
+    await rig.claims.refresh()
+    assert sorted(e.id for _, e, _, _ in await rig.start()) == sorted(ids)
 
 
 async def park_pages(rig: Rig, begun: Sequence[Any]) -> None:

@@ -16,7 +16,7 @@ from penstock.ports import Clock, End, Pace, Transaction, UnitOfWork
 from penstock.rules import breaker
 from penstock.rules.dependencies import labels_of
 from penstock.rules.reasons import sentence
-from penstock.rules.waiting import EXTRACTOR, HOST, TOPIC
+from penstock.rules.waiting import EXTRACTOR, HOST, RECHECK, TOPIC
 
 log = logging.getLogger("penstock.breaker")
 
@@ -62,9 +62,10 @@ class Breakers:
         if not any(end.outcome in ("retry", "park") for end in ends):
             return ends
         opened = {b.what for b in tx.breakers.opened()}
-        return [self._with_cause(end, opened) for end in ends]
+        until = self._clock.now() + RECHECK
+        return [self._with_cause(end, opened, until) for end in ends]
 
-    def _with_cause(self, end: End, opened: set[str]) -> End:
+    def _with_cause(self, end: End, opened: set[str], until: float) -> End:
         if end.waits_for.startswith(EXTRACTOR) and end.waits_for not in opened:
             return msgspec.structs.replace(end, outcome="release", waits_for="")
         host = HOST + end.event.key
@@ -74,7 +75,7 @@ class Breakers:
             and end.stage == "fetch"
             and not end.waits_for
         ):
-            return msgspec.structs.replace(end, waits_for=host)
+            return msgspec.structs.replace(end, waits_for=host, until=max(end.until, until))
         return end
 
     def count(
@@ -138,7 +139,7 @@ class Breakers:
                 continue
             lines.append(f"{t.what.replace(':', ' ', 1)} is paused. {reason}")
             if t.what.startswith(HOST):
-                tx.maintenance.hold(t.what.removeprefix(HOST), t.what)
+                tx.maintenance.hold(t.what.removeprefix(HOST), t.what, now + RECHECK)
                 topics.add(t.topic)
         for topic in sorted(topics):
             lines += self._judge_topic(tx, topic, now)

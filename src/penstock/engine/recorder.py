@@ -23,9 +23,8 @@ from penstock.rules import retry
 from penstock.rules.fingerprint import fingerprint
 from penstock.rules.proxies import PoolExhausted
 from penstock.rules.reasons import sentence
+from penstock.rules.waiting import RECHECK
 
-# Seconds after which an event that waits for an operator, a route or a budget is tried again.
-WAIT = 24 * 3600.0
 log = logging.getLogger("penstock.worker")
 
 
@@ -105,7 +104,7 @@ class Recorder:
                 item,
                 "park",
                 reason=_clean(f.reason),
-                until=now + (f.after or WAIT),
+                until=now + (f.after or RECHECK),
                 waits_for=f.waits_for,
                 progress=f.progress,
                 stage=stage,

@@ -226,10 +226,10 @@ class EventMaintenance(Protocol):
     def make_due(self, rows: Sequence[int], now: float) -> None:
         """End the delay of these events now. They no longer wait for an operator."""
 
-    def hold(self, host: str, waits_for: str) -> None:
-        """Record that the delayed requests to a host now wait for more than time.
+    def hold(self, host: str, waits_for: str, until: float) -> None:
+        """Delay the delayed requests to a host until a time, because they wait for more than time.
 
-        Reads all delayed events.
+        The broker may deliver their messages earlier. Reads all delayed events.
         """
 
     def waiting_for(self, cause: str) -> list[tuple[int, str, int]]:

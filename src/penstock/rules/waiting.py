@@ -7,6 +7,8 @@ import msgspec
 HOST = "host:"
 EXTRACTOR = "extractor:"
 TOPIC = "topic:"
+# Seconds after which an event that waits for an operator, a route or a budget is tried again.
+RECHECK = 24 * 3600.0
 APPROVAL = "approval:"
 
 # Kind of cause → what is the matter, and the next step. {} is the name after the colon.

@@ -125,12 +125,12 @@ class SqlEventMaintenance(LedgerTable):
             [(now, n) for n in rows],
         )
 
-    def hold(self, host: str, waits_for: str) -> None:
-        """Record that the delayed requests to a host now wait for more than time."""
+    def hold(self, host: str, waits_for: str, until: float) -> None:
+        """Delay the delayed requests to a host until a time, with the cause."""
         self._tx.execute(
-            "UPDATE event SET waits_for=? WHERE status='delayed' AND host=? AND waits_for IS NULL"
-            " AND NOT EXISTS(SELECT 1 FROM fetched f WHERE f.event=event.n)",
-            (waits_for, host),
+            "UPDATE event SET waits_for=?, not_before=? WHERE status='delayed' AND host=?"
+            " AND waits_for IS NULL AND NOT EXISTS(SELECT 1 FROM fetched f WHERE f.event=event.n)",
+            (waits_for, until, host),
         )
 
     def waiting_for(self, cause: str) -> list[tuple[int, str, int]]:
