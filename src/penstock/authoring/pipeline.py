@@ -458,9 +458,7 @@ def _url(url: Any, what: str) -> str:
 
 
 def _connect(given: Any, url: str, where: str) -> dict[str, Any] | None:
-    """Check that a connector is a table, and belongs to a topic. `penstock.connect` checks the
-    rest.
-    """
+    """Check that a connector is a table of a topic. `penstock.connect` checks the rest."""
     if given is None:
         return None
     if not isinstance(given, dict) or not isinstance(given.get("kind"), str):

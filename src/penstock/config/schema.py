@@ -231,11 +231,7 @@ class FetchConfig(_Section, frozen=True, kw_only=True):
     ]
     bytes: Annotated[int, Opt(units.sizes(2**20), "bodies one worker holds in memory")] = 64 * 2**20
     deadline: Annotated[
-        float,
-        Opt(
-            units.durations(0.1, 86400),
-            "time for one event, redirects and waits between them included",
-        ),
+        float, Opt(units.durations(0.1, 86400), "time for one event, with redirects and waits")
     ] = 600.0
     allow_downgrade: Annotated[bool, Opt(units.FLAG, "follow redirects from https to http")] = False
     soft_404: Annotated[

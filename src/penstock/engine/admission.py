@@ -9,7 +9,7 @@ from zlib import crc32
 
 import msgspec
 
-from penstock.engine.claim_session import Claims, ClaimSession
+from penstock.engine.claim_session import Claims, ClaimSession, baseline_of, last_success
 from penstock.engine.foreign import refuse_foreign
 from penstock.engine.publishing import state_of
 from penstock.engine.routes import RouteGate
@@ -18,7 +18,6 @@ from penstock.errors import BadEnvelope, NewerMessage
 from penstock.model import Ack, Dead, Event, Outcome, Reason, Release, Retry, mint
 from penstock.ports import (
     Admitted,
-    Baseline,
     ClaimChange,
     Clock,
     DeadLetter,
@@ -217,7 +216,7 @@ class Admission:
             page=state.page,
             page_meta=state.page_meta or b"",
             progress=tx.lookup.progress(state.n) if state.starts and needs_request else b"",
-            baseline=None if holder is None else _baseline(tx, holder),
+            baseline=None if holder is None else baseline_of(tx, holder),
         )
 
     def _leave_to_newer(
@@ -388,7 +387,7 @@ class Admission:
             if holder is None or holder.owner == e.id or state is None:
                 continue
             if isinstance(self._decide(tx, e, state, holder, self._clock.now()), freshness.Take):
-                changes.append(ClaimChange(key, e.id, _last_success(tx, holder), holder.owner))
+                changes.append(ClaimChange(key, e.id, last_success(tx, holder), holder.owner))
         return changes
 
     def _begin(
@@ -479,7 +478,7 @@ class Admission:
             outcome = self._apply_freshness(tx, session, e, state, holder, now)
             if outcome is not None or not session.takes_over:
                 return outcome or Release()
-            taken[key] = ClaimChange(key, e.id, _last_success(tx, holder))
+            taken[key] = ClaimChange(key, e.id, last_success(tx, holder))
         return None
 
 
@@ -488,16 +487,3 @@ def _pop_holder(
 ) -> Holder | None:
     """Return the holder from the batch's result. Each result is used once, then read again."""
     return holders.pop(key) if key in holders else session.holder(tx, key)
-
-
-def _baseline(tx: Transaction, holder: Holder) -> Baseline | None:
-    """Return the baseline of the claim's owner, or else of the last success before it."""
-    found = tx.lookup.baseline(holder.owner)
-    if found is None and holder.good is not None:
-        found = tx.lookup.baseline(holder.good)
-    return found
-
-
-def _last_success(tx: Transaction, holder: Holder) -> str | None:
-    """Return the claim's owner if it has a baseline, or else the last success before it."""
-    return holder.owner if tx.lookup.baseline(holder.owner) else holder.good

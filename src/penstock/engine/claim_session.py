@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from penstock.model import Event
-from penstock.ports import ClaimChange, ExternalClaims, Holder, Transaction, UnitOfWork
+from penstock.ports import Baseline, ClaimChange, ExternalClaims, Holder, Transaction, UnitOfWork
 
 Takeovers: TypeAlias = Callable[
     [Transaction, Mapping[bytes, Holder], Mapping[bytes, Event]], list[ClaimChange]
@@ -138,3 +138,16 @@ class PrefetchedSession:
 
 Claims: TypeAlias = SharedClaims | PrefetchedClaims
 ClaimSession: TypeAlias = SharedClaims | PrefetchedSession  # claims as one transaction sees them
+
+
+def baseline_of(tx: Transaction, holder: Holder) -> Baseline | None:
+    """Return the baseline of the claim's owner, or else of the last success before it."""
+    found = tx.lookup.baseline(holder.owner)
+    if found is None and holder.good is not None:
+        found = tx.lookup.baseline(holder.good)
+    return found
+
+
+def last_success(tx: Transaction, holder: Holder) -> str | None:
+    """Return the claim's owner if it has a baseline, or else the last success before it."""
+    return holder.owner if tx.lookup.baseline(holder.owner) else holder.good

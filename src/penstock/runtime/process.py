@@ -14,8 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from penstock.authoring.load import load_to_run
 from penstock.authoring.pipeline import SourceSpec
 from penstock.clock import SystemClock
@@ -25,7 +23,7 @@ from penstock.engine.flusher import Flusher
 from penstock.engine.hooks import HookRunner
 from penstock.engine.settings import SinkBinding
 from penstock.engine.signals import Signals
-from penstock.engine.worker import ENTRY, Options, Worker
+from penstock.engine.worker import ENTRY, Worker
 from penstock.errors import CONFIGURATION, OK, RAN_WITH_FAILURES, StoreUnavailable
 from penstock.extraction.in_process import InProcess
 from penstock.extraction.sandbox import Limits, Sandbox
@@ -42,7 +40,6 @@ from penstock.operate.hosts import apply_configured_exceptions
 from penstock.operate.ownership import Membership
 from penstock.operate.waiting import approvals_in, lines_about, stuck_in
 from penstock.ports import OPEN, Clock, Durability, Extraction, TableSink, Transaction
-from penstock.rules import retry
 from penstock.rules.masking import mask
 from penstock.rules.waiting import Waiting
 from penstock.runtime import sink_watch
@@ -58,6 +55,7 @@ from penstock.runtime.roles import chains, check_roles
 from penstock.runtime.sources_and_sinks import check_served, open_sinks, open_sources, sink_lock
 from penstock.runtime.stores import open_stores, settings, worker_id
 from penstock.runtime.tasks import cancel_all, wait_or_cancel
+from penstock.runtime.worker_options import retry_policies, worker_options
 from penstock.sources.base import SourceContext
 from penstock.stores.migrations.other_workers import status_text
 
@@ -420,28 +418,8 @@ class WorkerProcess:
         hooks: HookRunner | None,
     ) -> None:
         c = self.config
-        limited = c.pace.rate != float("inf")
-        options = Options(
-            concurrency=c.fetch.concurrency,
-            window=c.fetch.prefetch,
-            byte_budget=c.fetch.bytes,
-            deadline=c.fetch.deadline,
-            extract_group=c.extract.group,
-            lease=c.lease,
-            grace=c.grace,
-            per_key=max(1, int(c.pace.rate * 2)) if limited else None,
-            max_age=c.retry.max_age,
-            inline_max=c.pages.inline_max,
-            message_max=self.stores.topics.caps_of("pages").max_body,
-        )
-        # Messages that contain pages use memory from the moment they are received. So fewer of
-        # them fit into the prefetch window.
-        narrow = msgspec.structs.replace(
-            options, window=min(options.window, c.fetch.bytes // max(1, c.pages.inline_max))
-        )
-        policies = retry.table(
-            base=c.retry.base, cap=c.retry.max, budget=c.retry.budget, next_pool=c.retry.next_pool
-        )
+        message_max = self.stores.topics.caps_of("pages").max_body
+        policies = retry_policies(c)
 
         def on_records() -> None:
             if not any(w.held for w in self.workers):  # no further rows are expected
@@ -486,7 +464,7 @@ class WorkerProcess:
                     signature=self.pipeline.signature,
                     extractors=self.pipeline.names_for,
                     policies=policies,
-                    options=narrow if first == "extract" else options,
+                    options=worker_options(c, first, message_max),
                     clock=self.clock,
                     rng=self.stores.context.rng,
                     signals=self.signals,

@@ -114,7 +114,7 @@ class LedgerMaintenance(LedgerRig):
             return await ledger.read(lambda tx: tx.maintenance.waits())
 
         assert await waits() == {host: 1, "extractor:x": 1, "render": 1}
-        await ledger.write(lambda tx: tx.maintenance.hold("shop.test", host))
+        await ledger.write(lambda tx: tx.maintenance.hold("shop.test", host, now + 600))
         assert await waits() == {host: 2, "extractor:x": 1, "render": 1}, (
             "the event with a stored page needs no request"
         )
