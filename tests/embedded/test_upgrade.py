@@ -20,6 +20,7 @@ from tests.next_release import build
 from tests.releases import ReleasedProject
 
 from penstock import __version__
+from penstock.locks import holder_alive
 from penstock.stores.migrations.versions import newest
 
 NOW, NEXT = newest(), newest() + 1
@@ -51,10 +52,10 @@ class Both:
 
     @asynccontextmanager
     async def worker(self, *args: str) -> AsyncIterator[asyncio.subprocess.Process]:
-        """Run a worker of this release, and wait until its lock file shows it."""
+        """Run a worker of this release, and wait until it writes to the sinks."""
         process = await self.now.start("run", *args)
         try:
-            while not self._has_lock(process.pid):
+            while not self._is_running(process.pid):
                 assert process.returncode is None, (await process.communicate())[1].decode()
                 await asyncio.sleep(0.05)
             yield process
@@ -63,9 +64,13 @@ class Both:
                 process.kill()
             await process.communicate()
 
-    def _has_lock(self, pid: int) -> bool:
-        signs = (self.folder / ".penstock" / "workers").glob(f"*-{pid}-*.alive")
-        return any("store" in sign.read_text() for sign in signs)
+    def _is_running(self, pid: int) -> bool:
+        """Return True if the worker has ended its start: it holds the lock of a sink."""
+        state = self.folder / ".penstock"
+        signs = (state / "workers").glob(f"*-{pid}-*.alive")
+        return any("store" in sign.read_text() for sign in signs) and any(
+            map(holder_alive, (state / "sinks").glob("*.lock"))
+        )
 
 
 @pytest.fixture
