@@ -20,6 +20,7 @@ from penstock.errors import NewerMessage
 from penstock.model import encode_event
 from penstock.ports import Out, PageMeta
 from penstock.rules.events import event_of
+from penstock.rules.routes import ServedPool
 
 
 @contextmanager
@@ -31,9 +32,12 @@ def newer_release() -> Iterator[None]:
         yield
 
 
+POOLS = (ServedPool(name="eu", geo=("de",)),)  # the events below have the geo "de"
+
+
 @pytest.fixture(params=[Rig, ApartRig], ids=["embedded", "external"])
 def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    return request.param(tmp_path)
+    return request.param(tmp_path, pools=POOLS)
 
 
 async def pass_time(rig: Rig, seconds: float) -> None:
@@ -168,7 +172,7 @@ async def test_unknown_fields_are_kept_by_delays_dead_letters_and_redrives(rig: 
 
 
 async def test_a_dead_letter_of_a_page_has_the_original_envelope(tmp_path: Path) -> None:
-    rig = Rig(tmp_path)
+    rig = Rig(tmp_path, pools=POOLS)
     envelope = of_newer_minor("x1")
     await publish(rig, envelope)
     (begun,) = await rig.start("x1")
