@@ -132,7 +132,7 @@ def test_one_paused_host_never_pauses_the_topic_and_one_more_never_resumes_it(
         ("extractor:product", "extractor product", "penstock extractors resume product"),
         ("approval:shop.example", "shop.example", "penstock domains approve shop.example"),
         ("route:pool=residential", "pool=residential", "start a worker"),
-        ("render", "renderer", "penstock events"),
+        ("render", "renderer", "without render"),
         ("budget:day", "budget day", "raise the budget"),
         ("something new", "something new", "penstock events"),
     ],
