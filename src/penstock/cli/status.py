@@ -211,6 +211,10 @@ def document(looked: Look, now: float) -> dict[str, Any]:
 # -- text output -----------------------------------------------------------------------------------
 
 
+def _joined(*parts: str) -> str:
+    return ", ".join(part for part in parts if part)
+
+
 def picture(looked: Look, now: float) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
@@ -225,7 +229,7 @@ def picture(looked: Look, now: float) -> RenderableType:
             (
                 " paused " if w.reason else " waiting ",
                 w.what,
-                w.reason + (f" ({plural(w.events, 'event')} waiting)" if w.events else ""),
+                _joined(w.reason, f"{plural(w.events, 'event')} waiting" if w.events else ""),
                 plain(w.next_step),
             )
             for w in waits
@@ -240,7 +244,7 @@ def picture(looked: Look, now: float) -> RenderableType:
     parts: list[RenderableType] = []
     for label, name, text, command in warnings:
         style = "bold white on red" if label in (" paused ", " sink down ") else "black on yellow"
-        line = Text.assemble((label, style), " ", (plain(name), "bold"), f": {plain(text.strip())}")
+        line = Text.assemble((label, style), " ", (plain(name), "bold"), f": {plain(text)}")
         parts += [line.append(f"  {command}" if command else "", "cyan"), ""]
     parts += [_figures(found), "", _workers(found, workers, owner, now)]
     for part in (_yield(found), _delays(found, now), _causes(found, now), _sinks(found)):
