@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import apsw
 import pytest
 from tests.e2e.harness import SHOP, Project, Site, Target, free_port, product, wait_for
 from tests.e2e.layouts import lay_out, layouts
@@ -334,6 +335,20 @@ def test_doctor_exits_4_if_the_store_cannot_be_reached(project: Project) -> None
     code, found = diagnose(project)
     assert code == 4
     assert found["store.unreachable"]["severity"] == "error"
+
+
+def test_doctor_reports_a_store_whose_version_is_damaged(ran: Project) -> None:
+    file = ran.dir / ".penstock" / "penstock.db"
+    db = apsw.Connection(str(file))
+    page = db.execute("SELECT rootpage FROM sqlite_master WHERE name='part'").get
+    db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    db.close()
+    with file.open("r+b") as f:
+        f.seek(4096 * (page - 1))
+        f.write(b"\xff" * 16)
+    code, found = diagnose(ran)
+    assert code == 4
+    assert "backup" in found["store.unreachable"]["next_step"]
 
 
 def test_the_findings_of_doctor_are_readable_without_json(ran: Project) -> None:
