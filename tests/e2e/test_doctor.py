@@ -330,6 +330,24 @@ def test_doctor_finds_a_broker_and_claims_that_do_not_answer(
     assert {"broker.unreachable", "claims.unreachable"} <= set(found)
 
 
+@pytest.mark.server("redis")
+def test_a_worker_is_not_silent_while_its_claims_do_not_answer(
+    project: Project, server: Callable[[str], Handle]
+) -> None:
+    project.set(lease="1s", namespace=f"t{project.mark[:12]}", claims_url=server("redis").url)
+    running = project.start("run", "shop.py")
+    workers = project.dir / ".penstock" / "workers"
+    wait_for(lambda: running.ended or list(workers.glob("*.alive")), f"a worker: {running.output}")
+    (sign,) = workers.glob("*.alive")
+    before = sign.stat().st_mtime
+    wait_for(lambda: running.ended or sign.stat().st_mtime > before, "the worker has started")
+    server("redis").kill()
+    wait_for(lambda: diagnose(project)[1].get("claims.unreachable"), "redis is down")
+    before = sign.stat().st_mtime
+    wait_for(lambda: sign.stat().st_mtime > before, "a heartbeat during the outage", 10.0)
+    assert "worker.silent" not in diagnose(project)[1]
+
+
 def test_doctor_exits_4_if_the_store_cannot_be_reached(project: Project) -> None:
     project.set(broker_url=f"postgres://u@127.0.0.1:{free_port()}/db")
     code, found = diagnose(project)

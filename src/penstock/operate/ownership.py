@@ -50,19 +50,12 @@ class Membership:
 
         self._check(await self._uow.write(work))
 
-    async def keep(self) -> None:
-        """Repeat the heartbeat of a store on a server, until cancelled.
-
-        Workers of a store in a file are on one machine, and their lock files show that they are
-        alive. Raises StoreRefused if another pipeline has become the owner.
-        """
-        while True:
-            await self._clock.sleep(HEARTBEAT_INTERVAL)
-            if self._db.file is None:
-                with contextlib.suppress(StoreUnavailable):  # the next heartbeat tries again
-                    await self.heartbeat()
-
     async def heartbeat(self) -> None:
+        """Record that this worker is alive. Called every `HEARTBEAT_INTERVAL` seconds.
+
+        Raises StoreRefused if another pipeline has become the owner.
+        """
+
         def work(tx: Transaction) -> str | None:
             tx.owner.heartbeat(self._worker, self._clock.now() + SILENCE_LIMIT)
             return tx.owner.pipeline()
