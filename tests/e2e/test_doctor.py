@@ -64,6 +64,23 @@ def ran(project: Project, site: Site) -> Project:
 # -- files, workers, clocks, disks, breakers -------------------------------------------------------
 
 
+@pytest.mark.server("postgres")
+def test_doctor_finds_a_deleted_and_a_replaced_file_of_a_fleet(
+    project: Project, server: Callable[[str], Handle], site: Site
+) -> None:
+    lay_out(project, "postgres", server)
+    project.push(site.serve("/p/1", product(1)))
+    project.run()
+    file = project.dir / "products.jsonl"
+    whole = file.read_bytes()
+    file.unlink()
+    assert "does not exist" in finds(project, "sink.file_missing")
+    file.write_bytes(whole[:-10])
+    assert str(len(whole)) in finds(project, "sink.file_short")
+    file.write_bytes(whole)
+    assert diagnose(project) == (0, {})
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "csv"])
 def test_doctor_finds_a_shortened_and_a_deleted_output_file(
     project: Project, site: Site, kind: str
