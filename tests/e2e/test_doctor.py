@@ -6,9 +6,11 @@ import json
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import apsw
+import psycopg
 import pytest
 from tests.e2e.harness import SHOP, Project, Site, Target, free_port, product, wait_for
 from tests.e2e.layouts import lay_out, layouts
@@ -345,6 +347,30 @@ def test_doctor_finds_a_broker_and_claims_that_do_not_answer(
     server("redis").kill()
     _, found = diagnose(project)
     assert {"broker.unreachable", "claims.unreachable"} <= set(found)
+
+
+@pytest.mark.server("postgres")
+def test_doctor_and_status_know_the_workers_of_other_machines(
+    project: Project, server: Callable[[str], Handle], site: Site, tmp_path: Path
+) -> None:
+    lay_out(project, "postgres", server)
+    running = project.start("run", "shop.py")
+    wait_for(lambda: running.ended or project.status()["pipeline"], f"a worker: {running.output}")
+    elsewhere = Project(tmp_path / "elsewhere")
+    elsewhere.dir.mkdir()
+    elsewhere.env = project.env | {"PENSTOCK_STATE": str(elsewhere.dir / "state")}
+    project.push(site.serve("/p/1", Reply(delay=60.0)))
+    wait_for(lambda: elsewhere.total()["in_flight"] == 1, "a lease")
+    (worker,) = elsewhere.status()["workers"]
+    assert worker["alive"]
+    assert str(running.pid) in worker["id"]
+    assert diagnose(elsewhere) == (0, {})
+    running.kill()
+    with psycopg.connect(server("postgres").url, autocommit=True) as db:
+        db.execute(f"SET search_path TO {project.env['PENSTOCK_NAMESPACE']}")
+        db.execute("UPDATE live_worker SET until=until-60")  # a minute later
+    assert {"worker.gone", "leases"} <= set(diagnose(elsewhere)[1])
+    assert not elsewhere.status()["workers"][0]["alive"]
 
 
 @pytest.mark.server("redis")

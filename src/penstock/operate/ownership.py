@@ -11,17 +11,14 @@ from pathlib import Path
 
 import msgspec
 
-from penstock import locks
 from penstock.errors import PenstockError, StoreRefused, StoreUnavailable
 from penstock.operate.doctor import StoreFile
 from penstock.operate.figures import joined, plural
 from penstock.operate.findings import Finding
-from penstock.ports import Clock, Durability, Transaction, UnitOfWork
+from penstock.operate.workers import PRUNE_AFTER, SILENCE_LIMIT, is_alive
+from penstock.ports import OPEN, Clock, Durability, Transaction, UnitOfWork
 
 HEARTBEAT_INTERVAL = 10.0  # seconds
-# Seconds after its last heartbeat in which a worker of another machine counts as alive.
-SILENCE_LIMIT = 60.0
-OPEN = ("pending", "delayed", "in_flight", "writing")
 
 
 class Membership:
@@ -57,7 +54,9 @@ class Membership:
         """
 
         def work(tx: Transaction) -> str | None:
-            tx.owner.heartbeat(self._worker, self._clock.now() + SILENCE_LIMIT)
+            now = self._clock.now()
+            tx.owner.prune(now - PRUNE_AFTER)
+            tx.owner.heartbeat(self._worker, now + SILENCE_LIMIT)
             return tx.owner.pipeline()
 
         self._check(await self._uow.write(work, durability=Durability.RELAXED))
@@ -102,10 +101,11 @@ def adopt(uow: UnitOfWork, db: StoreFile, clock: Clock, *, pipeline: str, worker
 
     Raises StoreRefused if a worker of the old owner is alive.
     """
+    now, on_server = clock.now(), db.file is None
     crashed = [
         worker
         for worker, until in uow.snapshot(lambda tx: tx.owner.workers()).items()
-        if not _is_alive(worker, until, db, clock, workers)
+        if not is_alive(worker, until, now, workers, on_server=on_server)
     ]
 
     def work(tx: Transaction) -> tuple[Adopted, list[str]]:
@@ -127,13 +127,6 @@ def adopt(uow: UnitOfWork, db: StoreFile, clock: Clock, *, pipeline: str, worker
             hint=f"stop the pipeline {found.before!r} first{wait}",
         )
     return found
-
-
-def _is_alive(worker: str, until: float, db: StoreFile, clock: Clock, directory: Path) -> bool:
-    """Return True if the worker is alive, as far as its lock file or its heartbeat shows."""
-    if db.file is not None or (directory / f"{worker}.alive").exists():
-        return locks.worker_alive(directory, worker)
-    return until > clock.now()
 
 
 def check_owner(uow: UnitOfWork, db: StoreFile, file: str) -> Iterator[Finding]:
