@@ -20,7 +20,7 @@ from tests.next_release import build
 from tests.releases import ReleasedProject
 
 from penstock import __version__
-from penstock.locks import holder_alive
+from penstock.locks import FileLock, holder_alive
 from penstock.stores.migrations.versions import newest
 
 NOW, NEXT = newest(), newest() + 1
@@ -162,6 +162,24 @@ async def test_a_full_disk_refuses_the_migration_before_any_change(both: Both) -
     assert not both.backup.exists()
     os.truncate(both.file, size)
     assert not wal.exists() or wal.stat().st_size == 0
+    assert both.version() == NOW
+
+
+async def test_ctrl_c_ends_a_run_that_waits_for_another_migration(both: Both) -> None:
+    lock = FileLock(f"{both.file}.migrating")
+    assert lock.try_acquire()
+    running = await both.next.start("run")
+    assert running.stderr is not None
+    try:
+        line = (await running.stderr.readline()).decode()
+        assert "another process migrates" in line
+        running.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(running.wait(), 10.0) == 130
+    finally:
+        lock.release()
+        if running.returncode is None:
+            running.kill()
+        await running.communicate()
     assert both.version() == NOW
 
 
