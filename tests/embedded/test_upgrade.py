@@ -250,3 +250,19 @@ async def test_a_worker_stops_when_the_store_version_changes(
         _, err = await worker.communicate()
         assert worker.returncode == code
         assert f"to store version {NEXT}. This worker knows version {NOW}" in err.decode()
+
+
+async def test_a_worker_stops_when_the_version_of_its_broker_changes(tmp_path: Path) -> None:
+    ledger, broker = f"sqlite:{tmp_path}/ledger.db", tmp_path / "broker.db"
+    both = Both(
+        tmp_path,
+        PENSTOCK_LEDGER_URL=ledger,
+        PENSTOCK_CLAIMS_URL=ledger,
+        PENSTOCK_PAGES_URL=f"file:{tmp_path}/pages",
+        PENSTOCK_BROKER_URL=f"sqlite:{broker}",
+    )
+    async with both.worker() as worker:
+        both.ask(f"INSERT OR REPLACE INTO part VALUES('store', {NEXT})", broker)
+        _, err = await asyncio.wait_for(worker.communicate(), 30.0)
+        assert worker.returncode == 0
+        assert f"another release changes {broker} to store version {NEXT}" in err.decode()

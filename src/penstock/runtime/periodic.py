@@ -54,7 +54,6 @@ class PeriodicWork:
             await self._clock.sleep(1.0)
             self._lock.beat()
             with contextlib.suppress(StoreUnavailable):  # `maintain` logs the outage
-                await self.check_store_version()
                 if self._stores.relay_chores is not None:
                     await self._stores.relay_chores.heartbeat()
                 # Workers of a store in a file are on one machine, and have lock files.
@@ -62,6 +61,7 @@ class PeriodicWork:
                     await member.heartbeat()
                 if self._fetches and beats % int(HEARTBEAT) == 0:
                     await self._stores.routes.announce()
+                await self.check_store_version()
 
     async def maintain(self) -> None:
         """Run periodic work until cancelled.
@@ -103,23 +103,25 @@ class PeriodicWork:
                 await self._clock.sleep(1.0)
 
     async def check_store_version(self) -> bool:
-        """Return True if another release migrates the store. Then this worker has to stop.
+        """Return True if another release migrates a store. Then this worker has to stop.
 
-        Runs with each heartbeat.
+        Runs with each heartbeat. The pages or the broker may be in another store than the ledger.
         """
-        found = await self._stores.db.read(read_version)
-        if found is None or found.is_current:
-            return False
-        if not self.store_changed.is_set():
-            log.warning(
-                "another release changes %s to store version %d. This worker knows version %d, so "
-                "it stops. Start the workers of that release",
-                self._stores.db.path,
-                found.target or found.number,
-                newest(),
-            )
-        self.store_changed.set()
-        return True
+        for store in self._stores.context.opened:
+            found = await store.read(read_version)
+            if found is None or found.is_current:
+                continue
+            if not self.store_changed.is_set():
+                log.warning(
+                    "another release changes %s to store version %d. This worker knows version %d, "
+                    "so it stops. Start the workers of that release",
+                    store.path,
+                    found.target or found.number,
+                    newest(),
+                )
+            self.store_changed.set()
+            return True
+        return False
 
     async def remove(self, *, idle: bool = False) -> bool:
         """Remove records of URLs that are gone. Return True if there were any.
