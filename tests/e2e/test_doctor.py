@@ -6,8 +6,11 @@ import json
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import apsw
+import psycopg
 import pytest
 from tests.e2e.harness import SHOP, Project, Site, Target, free_port, product, wait_for
 from tests.e2e.layouts import lay_out, layouts
@@ -61,6 +64,23 @@ def ran(project: Project, site: Site) -> Project:
 
 
 # -- files, workers, clocks, disks, breakers -------------------------------------------------------
+
+
+@pytest.mark.server("postgres")
+def test_doctor_finds_a_deleted_and_a_replaced_file_of_a_fleet(
+    project: Project, server: Callable[[str], Handle], site: Site
+) -> None:
+    lay_out(project, "postgres", server)
+    project.push(site.serve("/p/1", product(1)))
+    project.run()
+    file = project.dir / "products.jsonl"
+    whole = file.read_bytes()
+    file.unlink()
+    assert "does not exist" in finds(project, "sink.file_missing")
+    file.write_bytes(whole[:-10])
+    assert str(len(whole)) in finds(project, "sink.file_short")
+    file.write_bytes(whole)
+    assert diagnose(project) == (0, {})
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv"])
@@ -329,11 +349,67 @@ def test_doctor_finds_a_broker_and_claims_that_do_not_answer(
     assert {"broker.unreachable", "claims.unreachable"} <= set(found)
 
 
+@pytest.mark.server("postgres")
+def test_doctor_and_status_know_the_workers_of_other_machines(
+    project: Project, server: Callable[[str], Handle], site: Site, tmp_path: Path
+) -> None:
+    lay_out(project, "postgres", server)
+    running = project.start("run", "shop.py")
+    wait_for(lambda: running.ended or project.status()["pipeline"], f"a worker: {running.output}")
+    elsewhere = Project(tmp_path / "elsewhere")
+    elsewhere.dir.mkdir()
+    elsewhere.env = project.env | {"PENSTOCK_STATE": str(elsewhere.dir / "state")}
+    project.push(site.serve("/p/1", Reply(delay=60.0)))
+    wait_for(lambda: elsewhere.total()["in_flight"] == 1, "a lease")
+    (worker,) = elsewhere.status()["workers"]
+    assert worker["alive"]
+    assert str(running.pid) in worker["id"]
+    assert diagnose(elsewhere) == (0, {})
+    running.kill()
+    with psycopg.connect(server("postgres").url, autocommit=True) as db:
+        db.execute(f"SET search_path TO {project.env['PENSTOCK_NAMESPACE']}")
+        db.execute("UPDATE live_worker SET until=until-60")  # a minute later
+    assert {"worker.gone", "leases"} <= set(diagnose(elsewhere)[1])
+    assert not elsewhere.status()["workers"][0]["alive"]
+
+
+@pytest.mark.server("redis")
+def test_a_worker_is_not_silent_while_its_claims_do_not_answer(
+    project: Project, server: Callable[[str], Handle]
+) -> None:
+    project.set(lease="1s", namespace=f"t{project.mark[:12]}", claims_url=server("redis").url)
+    running = project.start("run", "shop.py")
+    workers = project.dir / ".penstock" / "workers"
+    wait_for(lambda: running.ended or list(workers.glob("*.alive")), f"a worker: {running.output}")
+    (sign,) = workers.glob("*.alive")
+    before = sign.stat().st_mtime
+    wait_for(lambda: running.ended or sign.stat().st_mtime > before, "the worker has started")
+    server("redis").kill()
+    wait_for(lambda: diagnose(project)[1].get("claims.unreachable"), "redis is down")
+    before = sign.stat().st_mtime
+    wait_for(lambda: sign.stat().st_mtime > before, "a heartbeat during the outage", 10.0)
+    assert "worker.silent" not in diagnose(project)[1]
+
+
 def test_doctor_exits_4_if_the_store_cannot_be_reached(project: Project) -> None:
     project.set(broker_url=f"postgres://u@127.0.0.1:{free_port()}/db")
     code, found = diagnose(project)
     assert code == 4
     assert found["store.unreachable"]["severity"] == "error"
+
+
+def test_doctor_reports_a_store_whose_version_is_damaged(ran: Project) -> None:
+    file = ran.dir / ".penstock" / "penstock.db"
+    db = apsw.Connection(str(file))
+    page = db.execute("SELECT rootpage FROM sqlite_master WHERE name='part'").get
+    db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    db.close()
+    with file.open("r+b") as f:
+        f.seek(4096 * (page - 1))
+        f.write(b"\xff" * 16)
+    code, found = diagnose(ran)
+    assert code == 4
+    assert "backup" in found["store.unreachable"]["next_step"]
 
 
 def test_the_findings_of_doctor_are_readable_without_json(ran: Project) -> None:

@@ -18,8 +18,10 @@ from tests.migrating import (
 )
 
 from penstock.errors import StoreRefused
+from penstock.locks import WorkerLock
 from penstock.stores import migrations as package
 from penstock.stores.migrations.runner import migrate
+from penstock.stores.migrations.upgrade import Observer, upgrade
 from penstock.stores.migrations.versions import migration_modules, migrations, newest
 from penstock.stores.sqlite import Database
 
@@ -101,6 +103,26 @@ def test_several_processes_can_migrate_together(file: str) -> None:
     for db in stores:
         check_migrated(db)
         db.close_now()
+
+
+def test_a_worker_that_starts_during_the_backup_refuses_the_migration(
+    file: str, tmp_path: Path
+) -> None:
+    lock = WorkerLock(tmp_path / "workers", "shop-1-17-0a1b2c")
+
+    class StartWorker(Observer):
+        def copied(self, pages: int, total: int) -> None:
+            assert lock.acquire()
+
+    db = Database(file)
+    before = db.version()
+    with pytest.raises(StoreRefused, match="pid 17 on host shop-1"):
+        upgrade(db, tmp_path / "workers", chosen=MIGRATIONS, observer=StartWorker())
+    assert db.version() == before
+    lock.release()
+    upgrade(db, tmp_path / "workers", chosen=MIGRATIONS)
+    check_migrated(db)
+    db.close_now()
 
 
 def test_a_new_store_has_the_newest_version_and_needs_no_migration(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tests.next_release import build
 from tests.releases import ReleasedProject
 
 from penstock import __version__
-from penstock.locks import holder_alive
+from penstock.locks import FileLock, holder_alive
 from penstock.stores.migrations.versions import newest
 
 NOW, NEXT = newest(), newest() + 1
@@ -165,6 +165,24 @@ async def test_a_full_disk_refuses_the_migration_before_any_change(both: Both) -
     assert both.version() == NOW
 
 
+async def test_ctrl_c_ends_a_run_that_waits_for_another_migration(both: Both) -> None:
+    lock = FileLock(f"{both.file}.migrating")
+    assert lock.try_acquire()
+    running = await both.next.start("run")
+    assert running.stderr is not None
+    try:
+        line = (await running.stderr.readline()).decode()
+        assert "another process migrates" in line
+        running.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(running.wait(), 10.0) == 130
+    finally:
+        lock.release()
+        if running.returncode is None:
+            running.kill()
+        await running.communicate()
+    assert both.version() == NOW
+
+
 # -- workers ---------------------------------------------------------------------------------------
 
 
@@ -232,3 +250,19 @@ async def test_a_worker_stops_when_the_store_version_changes(
         _, err = await worker.communicate()
         assert worker.returncode == code
         assert f"to store version {NEXT}. This worker knows version {NOW}" in err.decode()
+
+
+async def test_a_worker_stops_when_the_version_of_its_broker_changes(tmp_path: Path) -> None:
+    ledger, broker = f"sqlite:{tmp_path}/ledger.db", tmp_path / "broker.db"
+    both = Both(
+        tmp_path,
+        PENSTOCK_LEDGER_URL=ledger,
+        PENSTOCK_CLAIMS_URL=ledger,
+        PENSTOCK_PAGES_URL=f"file:{tmp_path}/pages",
+        PENSTOCK_BROKER_URL=f"sqlite:{broker}",
+    )
+    async with both.worker() as worker:
+        both.ask(f"INSERT OR REPLACE INTO part VALUES('store', {NEXT})", broker)
+        _, err = await asyncio.wait_for(worker.communicate(), 30.0)
+        assert worker.returncode == 0
+        assert f"another release changes {broker} to store version {NEXT}" in err.decode()

@@ -58,7 +58,6 @@ def doctor(
                 stores.clock,
                 stores.workers_directory,
                 lease=config.lease,
-                has_members=stores.relay is not None,
             )
             found += check_owner(stores.uow, stores.db, file or config.pipeline)
     except StoreRefused as e:

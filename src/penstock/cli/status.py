@@ -98,8 +98,9 @@ Look = tuple[
 
 
 def look(stores: Stores) -> tuple[Look, float]:
-    from penstock.locks import holder_alive, note_of, worker_alive
+    from penstock.locks import holder_alive, note_of
     from penstock.operate.waiting import waits_in
+    from penstock.operate.workers import workers_in
     from penstock.runtime.sources_and_sinks import sink_lock
 
     found = ask(stores, lambda tx: tx.status_reports.standing())
@@ -108,17 +109,19 @@ def look(stores: Stores) -> tuple[Look, float]:
         ask(stores, lambda tx: tx.sources.all()),
         ask(stores, lambda tx: tx.owner.pipeline()),
     )
-    directory = stores.workers_directory
-    signs = {path.name.removesuffix(".alive") for path in directory.glob("*.alive")} | set(
-        found.running
+    states = ask(
+        stores,
+        lambda tx: workers_in(
+            tx,
+            stores.clock.now(),
+            stores.workers_directory,
+            on_server=stores.db.file is None,
+            others=found.running,
+        ),
     )
     workers = [
-        {
-            "id": worker,
-            "alive": worker_alive(directory, worker),
-            "holds": found.running.get(worker, 0),
-        }
-        for worker in sorted(signs)
+        {"id": worker, "alive": alive, "holds": found.running.get(worker, 0)}
+        for worker, alive in states.items()
     ]
     locks = {s.name: sink_lock(stores.config, s.name) for s in found.sinks}
     # The text of a live holder is newer than the reason in the ledger, or equal to it.

@@ -36,10 +36,10 @@ def record_sample(state: Path, now: float) -> None:
     samples = read_samples(state)
     if any(now - EVERY / 2 < s.at <= now for s in samples):
         return
-    new = Sample(now, os.stat(state).st_dev, shutil.disk_usage(state).free)
     kept = [s for s in samples if now - KEPT <= s.at <= now]
     draft = state / f".{SAMPLES}.{os.getpid()}"
     with contextlib.suppress(OSError):  # on a full disk there is nothing left to forecast
+        new = Sample(now, os.stat(state).st_dev, shutil.disk_usage(state).free)
         draft.write_bytes(msgspec.json.encode([*kept, new]))
         draft.replace(state / SAMPLES)
 

@@ -22,6 +22,7 @@ from penstock.operate.figures import joined, lasting, plural, short, size
 from penstock.operate.findings import Finding, Opening, open_all
 from penstock.operate.sink_files import check_sinks
 from penstock.operate.waiting import waits_in
+from penstock.operate.workers import SILENCE_LIMIT, is_alive, workers_in
 from penstock.ports.reports import SCAN
 from penstock.rules.reasons import code_of
 from penstock.rules.waiting import EXTRACTOR, HOST, TOPIC
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from penstock.authoring.pipeline import Pipeline
     from penstock.config.files import Loaded
     from penstock.config.schema import Config
-    from penstock.ports import Clock, StoreFacts, UnitOfWork
+    from penstock.ports import Clock, StoreFacts, Transaction, UnitOfWork
     from penstock.ports.reports import Audit
 
 MAX_SKEW = 5.0  # seconds between two clocks
@@ -194,9 +195,8 @@ def store(
     workers: Path,
     *,
     lease: float,
-    has_members: bool,
 ) -> Iterator[Finding]:
-    """Check the ledger. `has_members`: it records heartbeats, because the broker is external."""
+    """Check the ledger. `workers` is the directory of lock files."""
     problems = db.check()
     if problems:
         yield Finding(
@@ -220,10 +220,10 @@ def store(
     )
     yield _accounting(audit)
     yield _queue(audit)
-    yield from _workers(uow, workers, audit)
+    yield _leases(uow, workers, audit, now, on_server=file is None)
     yield from _silent_workers(workers, lease, now)
-    if has_members:
-        yield from _ended_members(uow, workers, now)
+    if file is None:
+        yield from _ended_workers(uow, workers, now)
     yield from check_sinks(uow, audit, one_machine=file is not None, now=now)
     yield from _pages(uow)
     yield _clock(audit, db, clock)
@@ -345,28 +345,31 @@ def _queue(a: Audit) -> Finding:
     return Finding("queue", "ok", "every open event is queued once")
 
 
-def _workers(uow: UnitOfWork, directory: Path, a: Audit) -> Iterator[Finding]:
-    held = uow.snapshot(lambda tx: tx.queue_reports.leases_by_worker(SCAN))
-    dead = {worker: n for worker, n in held.items() if not locks.worker_alive(directory, worker)}
-    alive = [sign for sign in directory.glob("*.alive") if locks.holder_alive(sign)]
+def _leases(uow: UnitOfWork, directory: Path, a: Audit, now: float, *, on_server: bool) -> Finding:
+    def find(tx: Transaction) -> tuple[dict[str, int], dict[str, bool]]:
+        held = tx.queue_reports.leases_by_worker(SCAN)
+        return held, workers_in(tx, now, directory, on_server=on_server, others=held)
+
+    held, alive = uow.snapshot(find)
+    dead = {worker: n for worker, n in held.items() if not alive[worker]}
+    running = sum(alive.values())
     if dead:
-        yield Finding(
+        return Finding(
             "leases",
             "warn",
             f"{plural(sum(dead.values()), 'lease')} of {plural(len(dead), 'worker')} that ended",
             "the next `penstock run` takes over the work",
         )
-    elif a.queue.expired and not alive:
-        yield Finding(
+    if a.queue.expired and not running:
+        return Finding(
             "leases",
             "warn",
             f"{plural(a.queue.expired, 'expired lease')}",
             "the next `penstock run` takes over the work",
         )
-    else:
-        yield Finding(
-            "leases", "ok", f"{plural(len(alive), 'worker')} running, every lease has a live worker"
-        )
+    return Finding(
+        "leases", "ok", f"{plural(running, 'worker')} running, every lease has a live worker"
+    )
 
 
 def _silent_workers(directory: Path, lease: float, now: float) -> Iterator[Finding]:
@@ -385,15 +388,15 @@ def _silent_workers(directory: Path, lease: float, now: float) -> Iterator[Findi
             )
 
 
-def _ended_members(uow: UnitOfWork, directory: Path, now: float) -> Iterator[Finding]:
-    """Report workers of all machines whose heartbeats have ended."""
-    for worker, until in uow.snapshot(lambda tx: tx.members.silent(now)):
-        if not (directory / f"{worker}.alive").exists():
+def _ended_workers(uow: UnitOfWork, directory: Path, now: float) -> Iterator[Finding]:
+    """Report workers of other machines whose heartbeats have ended."""
+    for worker, until in sorted(uow.snapshot(lambda tx: tx.owner.workers()).items()):
+        if not is_alive(worker, until, now, directory, on_server=True):
             yield Finding(
                 "workers",
                 "warn",
-                f"worker {worker} ended without shutdown, or is silent since its lease ended "
-                f"{lasting(now - until)} ago",
+                f"worker {worker} ended without shutdown, or is silent: its last heartbeat was "
+                f"{lasting(now - until + SILENCE_LIMIT)} ago",
                 "other workers take over its work. If its process still runs, end it",
                 "worker.gone",
             )

@@ -11,17 +11,14 @@ from pathlib import Path
 
 import msgspec
 
-from penstock import locks
 from penstock.errors import PenstockError, StoreRefused, StoreUnavailable
 from penstock.operate.doctor import StoreFile
 from penstock.operate.figures import joined, plural
 from penstock.operate.findings import Finding
-from penstock.ports import Clock, Durability, Transaction, UnitOfWork
+from penstock.operate.workers import PRUNE_AFTER, SILENCE_LIMIT, is_alive
+from penstock.ports import OPEN, Clock, Durability, Transaction, UnitOfWork
 
 HEARTBEAT_INTERVAL = 10.0  # seconds
-# Seconds after its last heartbeat in which a worker of another machine counts as alive.
-SILENCE_LIMIT = 60.0
-OPEN = ("pending", "delayed", "in_flight", "writing")
 
 
 class Membership:
@@ -50,21 +47,16 @@ class Membership:
 
         self._check(await self._uow.write(work))
 
-    async def keep(self) -> None:
-        """Repeat the heartbeat of a store on a server, until cancelled.
-
-        Workers of a store in a file are on one machine, and their lock files show that they are
-        alive. Raises StoreRefused if another pipeline has become the owner.
-        """
-        while True:
-            await self._clock.sleep(HEARTBEAT_INTERVAL)
-            if self._db.file is None:
-                with contextlib.suppress(StoreUnavailable):  # the next heartbeat tries again
-                    await self.heartbeat()
-
     async def heartbeat(self) -> None:
+        """Record that this worker is alive. Called every `HEARTBEAT_INTERVAL` seconds.
+
+        Raises StoreRefused if another pipeline has become the owner.
+        """
+
         def work(tx: Transaction) -> str | None:
-            tx.owner.heartbeat(self._worker, self._clock.now() + SILENCE_LIMIT)
+            now = self._clock.now()
+            tx.owner.prune(now - PRUNE_AFTER)
+            tx.owner.heartbeat(self._worker, now + SILENCE_LIMIT)
             return tx.owner.pipeline()
 
         self._check(await self._uow.write(work, durability=Durability.RELAXED))
@@ -109,10 +101,11 @@ def adopt(uow: UnitOfWork, db: StoreFile, clock: Clock, *, pipeline: str, worker
 
     Raises StoreRefused if a worker of the old owner is alive.
     """
+    now, on_server = clock.now(), db.file is None
     crashed = [
         worker
         for worker, until in uow.snapshot(lambda tx: tx.owner.workers()).items()
-        if not _is_alive(worker, until, db, clock, workers)
+        if not is_alive(worker, until, now, workers, on_server=on_server)
     ]
 
     def work(tx: Transaction) -> tuple[Adopted, list[str]]:
@@ -134,13 +127,6 @@ def adopt(uow: UnitOfWork, db: StoreFile, clock: Clock, *, pipeline: str, worker
             hint=f"stop the pipeline {found.before!r} first{wait}",
         )
     return found
-
-
-def _is_alive(worker: str, until: float, db: StoreFile, clock: Clock, directory: Path) -> bool:
-    """Return True if the worker is alive, as far as its lock file or its heartbeat shows."""
-    if db.file is not None or (directory / f"{worker}.alive").exists():
-        return locks.worker_alive(directory, worker)
-    return until > clock.now()
 
 
 def check_owner(uow: UnitOfWork, db: StoreFile, file: str) -> Iterator[Finding]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,12 +92,22 @@ def check_sinks(uow: UnitOfWork, a: Audit, *, one_machine: bool, now: float) -> 
 def _local_recorded_end(mark: str, path: Path) -> int | None:
     """Return the recorded end of this machine's file, or None if the mark does not contain it.
 
-    The mark of a fleet's sink has one entry for each machine's file.
+    The mark of a fleet's sink has one entry for each machine's file. A file that was deleted or
+    replaced has another inode than its entry. Then the machine and the path identify the entry.
     """
-    with contextlib.suppress(OSError, ValueError):
-        ino, host, noted = path.stat().st_ino, socket.gethostname(), json.loads(mark)
+    with contextlib.suppress(ValueError):
+        noted, host = json.loads(mark), socket.gethostname()
         known = [noted, *noted.get("others", ())] if isinstance(noted, dict) else []
+        try:
+            ino = path.stat().st_ino
+        except OSError:
+            ino = None
         here = [each for each in known if each.get("ino") == ino]
+        here = here or [
+            each
+            for each in known
+            if (each.get("host"), each.get("path")) == (host, os.path.abspath(path))
+        ]
         return int(max(here, key=lambda each: each.get("host") == host)["at"]) if here else None
     return None
 

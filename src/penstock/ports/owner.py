@@ -26,5 +26,8 @@ class StoreOwner(Protocol):
     def leave(self, worker: str) -> None:
         """Delete a worker that stops or has crashed."""
 
+    def prune(self, before: float) -> None:
+        """Delete the workers whose heartbeat ended before a time."""
+
     def workers(self) -> dict[str, float]:
         """Return the id of each worker that has not left, and the time of `heartbeat`."""

@@ -133,8 +133,5 @@ class Members(Protocol):
     def has_event(self, row: int, now: float) -> bool:
         """Return True if a live worker has this event in flight."""
 
-    def silent(self, now: float) -> list[tuple[str, float]]:
-        """Return workers whose lease has ended, and when. A stopped worker is not in the list."""
-
     def prune(self, before: float) -> None:
         """Delete workers whose last heartbeat ended before this time."""

@@ -20,7 +20,16 @@ from penstock.stores.migrations.runner import Progress
 from penstock.stores.migrations.upgrade import Observer, result_sentence, upgrade
 from penstock.stores.sql import SqlStore
 
-__all__ = ["Done", "MigratingStore", "Observer", "OtherWorker", "Plan", "Progress", "open_all"]
+__all__ = [
+    "Done",
+    "MigratingStore",
+    "Observer",
+    "OtherWorker",
+    "Plan",
+    "Progress",
+    "open_all",
+    "upgrade_files",
+]
 SCHEMES = ("sqlite:", "postgres:", "postgresql:")
 
 
@@ -61,18 +70,38 @@ class MigratingStore:
 @contextlib.contextmanager
 def open_all(config: Config) -> Iterator[Sequence[MigratingStore]]:
     """Open each SQL store of the configuration once. Files that do not exist are left out."""
-    urls = [config.ledger.url, config.claims.url, config.pages.url]
-    urls += [getattr(config.topics, name) for name in TOPICS]
     context = Context(
         config, SystemClock(), random.Random(), worker=worker_id(), inline=True, upgrade=False
     )
     try:
         opened: list[SqlStore] = []
-        for url in dict.fromkeys(urls):
-            if url.startswith(SCHEMES) and has_state(url):
+        for url in _urls(config):
+            if url.startswith(SCHEMES):
                 store = context.store(url)
                 if store not in opened:
                     opened.append(store)
         yield [MigratingStore(store, config.state.dir / "workers") for store in opened]
     finally:
         context.close()
+
+
+def upgrade_files(config: Config) -> None:
+    """Migrate the SQLite files of the configuration, as opening them does.
+
+    `run` calls this before its event loop starts, so that Ctrl-C ends a long migration or the wait
+    for another process. The next command continues the migration.
+    """
+    context = Context(config, SystemClock(), random.Random(), worker=worker_id(), inline=True)
+    try:
+        for url in _urls(config):
+            if url.startswith("sqlite:"):
+                context.database(url)
+    finally:
+        context.close()
+
+
+def _urls(config: Config) -> list[str]:
+    """Return the URLs of all stores, without files that do not exist."""
+    urls = [config.ledger.url, config.claims.url, config.pages.url]
+    urls += [getattr(config.topics, name) for name in TOPICS]
+    return [url for url in dict.fromkeys(urls) if has_state(url)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from penstock.engine.routes import HEARTBEAT
 from penstock.errors import StoreUnavailable
 from penstock.locks import WorkerLock
 from penstock.operate.disk import record_sample
+from penstock.operate.ownership import HEARTBEAT_INTERVAL, Membership
 from penstock.ports import Clock, Transaction
 from penstock.runtime.stores import Stores
 from penstock.stores.migrations.versions import newest, read_version
@@ -42,6 +44,25 @@ class PeriodicWork:
         self.backlog = 0  # rows that wait for the slowest sink of this process
         self.store_changed = asyncio.Event()  # another release has migrated the store
 
+    async def heartbeat(self, member: Membership) -> None:
+        """Show the fleet every second that this worker is alive, until cancelled.
+
+        Raises StoreRefused if another pipeline has become the owner of the store. This is a
+        separate task from `maintain`: a claims server that is down must not delay the heartbeat.
+        """
+        for beats in itertools.count(1):
+            await self._clock.sleep(1.0)
+            self._lock.beat()
+            with contextlib.suppress(StoreUnavailable):  # `maintain` logs the outage
+                if self._stores.relay_chores is not None:
+                    await self._stores.relay_chores.heartbeat()
+                # Workers of a store in a file are on one machine, and have lock files.
+                if self._stores.db.file is None and beats % int(HEARTBEAT_INTERVAL) == 0:
+                    await member.heartbeat()
+                if self._fetches and beats % int(HEARTBEAT) == 0:
+                    await self._stores.routes.announce()
+                await self.check_store_version()
+
     async def maintain(self) -> None:
         """Run periodic work until cancelled.
 
@@ -53,24 +74,18 @@ class PeriodicWork:
             try:
                 await self._stores.claims.refresh()
                 if beats % 10 == 0:
-                    self._lock.beat()
-                    await self.check_store_version()
                     if self._config.proxies:
                         await self._stores.proxies.refresh()
                     for worker in await self._stores.maintenance.reclaim(
                         self._stores.workers_directory
                     ):
                         log.warning("worker %s is gone; its work was taken back", worker)
-                    if self._stores.relay_chores is not None:
-                        await self._stores.relay_chores.heartbeat()
                     await self._stores.maintenance.release_due()
                     await self._stores.breakers.refresh()
                     await self.remove()
                     self.backlog = max([await f.backlog() for f in self._flushers], default=0)
                     if self._fetches:
                         await self._stores.routes.release()
-                if self._fetches and beats % int(HEARTBEAT * 10) == 0:
-                    await self._stores.routes.announce()
                 if beats % int(RETENTION_INTERVAL * 10) == 1:
                     await asyncio.to_thread(
                         record_sample, self._config.state.dir, self._clock.now()
@@ -88,23 +103,25 @@ class PeriodicWork:
                 await self._clock.sleep(1.0)
 
     async def check_store_version(self) -> bool:
-        """Return True if another release migrates the store. Then this worker has to stop.
+        """Return True if another release migrates a store. Then this worker has to stop.
 
-        Runs with each heartbeat.
+        Runs with each heartbeat. The pages or the broker may be in another store than the ledger.
         """
-        found = await self._stores.db.read(read_version)
-        if found is None or found.is_current:
-            return False
-        if not self.store_changed.is_set():
-            log.warning(
-                "another release changes %s to store version %d. This worker knows version %d, so "
-                "it stops. Start the workers of that release",
-                self._stores.db.path,
-                found.target or found.number,
-                newest(),
-            )
-        self.store_changed.set()
-        return True
+        for store in self._stores.context.opened:
+            found = await store.read(read_version)
+            if found is None or found.is_current:
+                continue
+            if not self.store_changed.is_set():
+                log.warning(
+                    "another release changes %s to store version %d. This worker knows version %d, "
+                    "so it stops. Start the workers of that release",
+                    store.path,
+                    found.target or found.number,
+                    newest(),
+                )
+            self.store_changed.set()
+            return True
+        return False
 
     async def remove(self, *, idle: bool = False) -> bool:
         """Remove records of URLs that are gone. Return True if there were any.

@@ -202,7 +202,7 @@ class WorkerProcess:
             self.config, self.stores, self.flushers, self._lock, fetches="fetch" in self.roles
         )
         work["upkeep"] = self._periodic.maintain()
-        work["membership"] = self._membership.keep()
+        work["heartbeat"] = self._periodic.heartbeat(self._membership)
         if self.stores.relay_chores is not None:
             work["relay"] = self._periodic.relay(self.stores.relay_chores)
         return [asyncio.create_task(run, name=name) for name, run in work.items()]

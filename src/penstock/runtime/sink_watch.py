@@ -34,6 +34,8 @@ async def wait_until_open(flushers: Sequence[Flusher], stop: asyncio.Event) -> N
     finally:
         stopped.cancel()
         opening.cancel()
+        # Read its result. Otherwise the loop logs the cancellation as an error.
+        await asyncio.gather(opening, return_exceptions=True)
 
 
 def stuck_sink(flushers: Sequence[Flusher], seconds: float) -> SinkGaveUp | None:

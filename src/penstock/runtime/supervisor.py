@@ -20,6 +20,7 @@ from penstock.config.schema import Config
 from penstock.errors import OK, RAN_WITH_FAILURES, UNREACHABLE, PenstockError
 from penstock.extraction.zygote_main import die_with, keep_freed_memory
 from penstock.runtime.early_signals import sigterm_received
+from penstock.runtime.migrating import upgrade_files
 from penstock.runtime.process import WorkerProcess
 from penstock.runtime.sink_watch import SinkGaveUp
 
@@ -41,6 +42,7 @@ def run_command(
     """Run workers until a signal, or until idle. Return the exit code."""
     # This checks the pipeline, so that an error is reported once and not by each worker.
     running = WorkerProcess(config, pipeline_file, roles=roles)
+    upgrade_files(config)
     if workers == 1:
         return run_worker(running, until_idle=until_idle)
     return _supervise(

@@ -30,6 +30,7 @@ class Mark(msgspec.Struct, frozen=True, omit_defaults=True):
     host: str = ""
     # Marks of the files of other machines, the newest first. Those machines continue with them.
     others: tuple[Mark, ...] = ()
+    path: str = ""  # absolute. `doctor` finds the mark of a deleted file with it.
 
 
 def read_mark(text: str) -> Mark | None:
@@ -210,6 +211,7 @@ class AppendFile:
             columns,
             socket.gethostname(),
             self._others,
+            os.path.abspath(self.path),
         )
         return msgspec.json.encode(mark).decode()
 

@@ -85,8 +85,11 @@ class Context:
             self.server(url) if url.startswith(("postgres:", "postgresql:")) else self.database(url)
         )
 
+    @property
+    def opened(self) -> list[SqlStore]:
+        """The stores that are open."""
+        return [*self._databases.values(), *self._servers.values()]
+
     def close(self) -> None:
-        for db in self._databases.values():
-            db.close_now()
-        for server in self._servers.values():
-            server.close_now()
+        for store in self.opened:
+            store.close_now()

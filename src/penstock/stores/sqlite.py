@@ -104,8 +104,15 @@ class Database(GroupCommitStore):
                 c.execute("ROLLBACK")
 
     def version(self) -> StoreVersion | None:
-        """As SqlStore.version."""
-        return self.read_now(read_version)
+        """As SqlStore.version. Raises Unreachable if the file cannot be read."""
+        try:
+            return self.read_now(read_version)
+        except (apsw.Error, StoreUnavailable) as e:
+            raise Unreachable(
+                f"cannot read the version of the store {self.path}: {e}",
+                hint="if the file is damaged, keep a copy, and restore a backup or recover it with "
+                "the sqlite3 shell's .recover",
+            ) from e
 
     def table_size(self, table: str) -> tuple[int, int]:
         """As SqlStore.table_size."""

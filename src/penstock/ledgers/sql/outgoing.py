@@ -123,11 +123,6 @@ class SqlMembers(SqlTable):
         ).get
         return found is not None
 
-    def silent(self, now: float) -> list[tuple[str, float]]:
-        return self._tx.execute(
-            "SELECT worker, until FROM member WHERE until<? ORDER BY worker", (now,)
-        ).fetchall()
-
     def prune(self, before: float) -> None:
         self._tx.execute("DELETE FROM member WHERE until<?", (before,))
 

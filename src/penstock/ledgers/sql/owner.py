@@ -44,5 +44,8 @@ class SqlStoreOwner(SqlTable):
     def leave(self, worker: str) -> None:
         self._tx.execute("DELETE FROM live_worker WHERE worker=?", (worker,))
 
+    def prune(self, before: float) -> None:
+        self._tx.execute("DELETE FROM live_worker WHERE until<?", (before,))
+
     def workers(self) -> dict[str, float]:
         return dict(self._tx.execute("SELECT worker, until FROM live_worker").fetchall())

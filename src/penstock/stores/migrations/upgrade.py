@@ -65,10 +65,12 @@ def upgrade(
             if plan is None or not plan.missing:
                 return plan
             found = other_workers(store, workers_directory)
+            if not found and plan.backup is not None:
+                _refuse_full_disk(plan)
+                _back_up(store, Path(plan.backup), observer)
+                # A worker may have started while the file was copied.
+                found = other_workers(store, workers_directory)
             if not found:
-                if plan.backup is not None:
-                    _refuse_full_disk(plan)
-                    _back_up(store, Path(plan.backup), observer)
                 migrate(store, chosen, batch=batch, on_progress=observer.progressed)
                 return plan
         if not wait:

@@ -47,7 +47,7 @@ def other_workers(tx: Tx, namespace: str) -> list[OtherWorker]:
         OtherWorker(host=host, process=f"connections with server process id {', '.join(pids)}")
         for host, pids in old.items()
     ]
-    named = [match for name in {name for name, _, _ in rows} if (match := _NAME.fullmatch(name))]
+    named = [match for name in sorted({row[0] for row in rows}) if (match := _NAME.fullmatch(name))]
     return found + [
         OtherWorker(host=m["host"], process=f"pid {m['pid']}", release=m["release"])
         for m in named
