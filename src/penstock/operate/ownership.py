@@ -16,12 +16,11 @@ from penstock.errors import PenstockError, StoreRefused, StoreUnavailable
 from penstock.operate.doctor import StoreFile
 from penstock.operate.figures import joined, plural
 from penstock.operate.findings import Finding
-from penstock.ports import Clock, Durability, Transaction, UnitOfWork
+from penstock.ports import OPEN, Clock, Durability, Transaction, UnitOfWork
 
 HEARTBEAT_INTERVAL = 10.0  # seconds
 # Seconds after its last heartbeat in which a worker of another machine counts as alive.
 SILENCE_LIMIT = 60.0
-OPEN = ("pending", "delayed", "in_flight", "writing")
 
 
 class Membership:

@@ -8,10 +8,9 @@ from typing import TypeAlias
 
 from penstock.operate.figures import plural
 from penstock.operate.routes import unserved
-from penstock.ports import Clock, Transaction, UnitOfWork
+from penstock.ports import OPEN, Clock, Transaction, UnitOfWork
 from penstock.rules.waiting import APPROVAL, EXTRACTOR, TOPIC, Waiting, waiting
 
-OPEN = ("pending", "delayed", "in_flight", "writing")
 GROUP = "main"
 TOPICS = ("requests", "pages")  # topics on which the message of a delayed event may be
 BATCH = 1000  # delayed events that become due in one transaction

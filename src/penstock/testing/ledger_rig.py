@@ -13,6 +13,7 @@ import msgspec
 
 from penstock.model import Event, Record, decode_event, encode_event, page_id
 from penstock.ports import (
+    OPEN,
     DeadLetter,
     Delivery,
     End,
@@ -30,7 +31,6 @@ from penstock.testing.store_rig import StoreRig
 
 URL = "https://shop.test/p/"
 TOPIC = "requests"
-OPEN = ("pending", "delayed", "in_flight", "writing")
 # `audit` also gets the figures of a broker. The suite has no broker.
 NO_QUEUE = QueueAudit(queued=None, groups=[], expired=0)
 Outcome = Literal["success", "retry", "park", "release", "dead", "handover", "writing"]

@@ -6,9 +6,8 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
-from penstock.ports import Transaction, UnitOfWork
+from penstock.ports import OPEN, Transaction, UnitOfWork
 from penstock.testing.ledger_rig import (
-    OPEN,
     OUTCOMES,
     Begun,
     LedgerRig,
