@@ -55,7 +55,7 @@ def test_the_cause_of_a_wait_names_the_route_exactly(route: Route) -> None:
         (Route(render=True), "render", "a route without a proxy"),
     ],
 )
-def test_a_route_has_a_readable_cause_and_words(route: Route, cause: str, words: str) -> None:
+def test_a_route_has_a_readable_cause_and_description(route: Route, cause: str, words: str) -> None:
     assert (cause_of(route), describe(route)) == (cause, words)
 
 

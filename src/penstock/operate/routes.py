@@ -22,13 +22,13 @@ def unserved(tx: Transaction, waits: Mapping[str, int]) -> list[Waiting]:
     pools = [pool for served in tx.routes.served().values() for pool in served] if routes else []
     found = []
     for cause, events in sorted(waits.items()):
-        cause_in_words = waiting(cause, events)
+        shown = waiting(cause, events)
         if (route := routes.get(cause)) is not None:
             if serves(pools, route):
                 continue
             step = next_step(route, pools)
-            cause_in_words = msgspec.structs.replace(cause_in_words, next_step=step)
-        found.append(cause_in_words)
+            shown = msgspec.structs.replace(shown, next_step=step)
+        found.append(shown)
     return found
 
 

@@ -12,7 +12,7 @@ TOPIC = "topic:"
 RECHECK = 24 * 3600.0
 APPROVAL = "approval:"
 
-# Kind of cause → what is the matter, and the next step. {} is the name after the colon.
+# Kind of cause → a sentence, and the next step. {} is the name after the colon of the cause.
 _STEPS: dict[str, tuple[str, str]] = {
     "host": ("host {} is paused", "penstock domains resume {}"),
     "extractor": ("extractor {} is paused", "penstock extractors resume {}"),

@@ -56,7 +56,7 @@ class Begun(msgspec.Struct, frozen=True):
 
 
 def new_event(id_: str, url: str | None = None, **fields: Any) -> Event:
-    """Return an event for a URL of its own, or for `url`."""
+    """Return an event for `url`, or for a new URL."""
     return msgspec.structs.replace(event_of(url or URL + id_, id_=id_), **fields)
 
 
@@ -230,7 +230,7 @@ class LedgerRig(StoreRig[UnitOfWork]):
         return begun
 
     async def start(self, ledger: UnitOfWork, id_: str, **more: Any) -> Begun:
-        """Accept an event for a URL of its own, and count its start."""
+        """Accept an event for a new URL, and count its start."""
         event = new_event(id_)
         await self.accept(ledger, event)
         return await self.begin(ledger, event, **more)
