@@ -132,9 +132,8 @@ def test_adopt_is_refused_while_a_worker_of_another_machine_has_a_heartbeat(
                 running.kill()
         with psycopg.connect(server("postgres").url, autocommit=True) as db:
             db.execute(f"SET search_path TO {project.env['PENSTOCK_NAMESPACE']}")
-            db.execute(
-                "UPDATE live_worker SET until=0"
-            )  # the last heartbeat of the worker has expired
+            # The last heartbeat of the worker has expired.
+            db.execute("UPDATE live_worker SET until=0")
         other.good("adopt", "other.py")
     finally:
         project.close()
