@@ -78,9 +78,8 @@ class Flusher:
         self._position, self._mark = 0, ""  # last flushed row, and the target's mark after it
         self._thread: BlockingThread | None = None
         self._abandoned = False  # a call of the sink did not return before the flusher ended
-        self._tried = (
-            asyncio.Event()
-        )  # the sink was opened, could not be opened, or another process holds its lock
+        # Set when the sink was opened, could not be opened, or is locked by another process.
+        self._tried = asyncio.Event()
         self._first_error: Exception | None = None
         self._ending = asyncio.Event()
         self._stored: str | None = None  # reason in the ledger, None if it was not read
