@@ -124,10 +124,11 @@ Exit codes:
 | code | meaning |
 |---|---|
 | 0 | success |
-| 1 | the command ran, but an event is dead or a breaker is open (`run --until-idle`), \
-an input was refused (`push`), or the object does not exist |
+| 1 | the command ran, but an event is dead or the rest waits for an operator \
+(`run --until-idle`), an input was refused (`push`), or the object does not exist |
 | 2 | the command line is not valid |
-| 3 | the configuration or the pipeline is not valid, or an extra is missing |
+| 3 | the configuration or the pipeline is not valid, an extra is missing, \
+or the store belongs to another release or pipeline |
 | 4 | the store or a server cannot be reached, or rejects this client |
 | 5 | differences were found (`doctor`) |
 

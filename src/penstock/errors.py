@@ -37,7 +37,7 @@ class Unreachable(PenstockError):
 
 
 class StoreRefused(PenstockError):
-    """The store has another version, or workers of another version use it. Nothing was changed."""
+    """The store belongs to another release or pipeline. This process has not changed it."""
 
     exit_code = CONFIGURATION
 

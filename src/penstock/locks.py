@@ -230,7 +230,7 @@ class WorkerLock:
 
 
 def silence(sign: Path, now: float) -> float:
-    """Return the seconds since the last heartbeat of a worker. 0 if its lock file is gone."""
+    """Return the seconds since the last heartbeat of a worker. Return 0 if it has no lock file."""
     try:
         return now - sign.stat().st_mtime
     except OSError:

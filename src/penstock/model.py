@@ -430,7 +430,9 @@ class Reason(enum.StrEnum):
     MESSAGE_SIZE = "message_size"
     PURGED = "purged"
     BREAKER = "breaker"  # the circuit breaker paused a host, an extractor or a topic
-    BREAKER_HOSTS = "breaker_hosts"  # it paused the topic, because it had paused many hosts
+    BREAKER_HOSTS = (
+        "breaker_hosts"  # the breaker paused the topic, because it had paused many hosts
+    )
     HOST_PAUSED = "host_paused"
     EXTRACTOR_PAUSED = "extractor_paused"
     # Intake

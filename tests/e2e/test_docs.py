@@ -291,6 +291,20 @@ def test_every_test_and_source_file_in_the_text_exists() -> None:
             assert known or "/" not in module, f"{page.name}: {module}"
 
 
+def finding_codes() -> set[str]:
+    """Return the codes of the findings of `penstock doctor`."""
+    package = ROOT / "src" / "penstock"
+    files = [*(package / "operate").glob("*.py"), package / "cli" / "doctor.py"]
+    text = "".join(file.read_text("utf-8") for file in files)
+    opened = (package / "runtime" / "openings.py").read_text("utf-8")
+    checks = re.findall(r'Opening\(\s*"([a-z]+)"', opened)
+    return {
+        *re.findall(r'"([a-z]+\.[a-z_]+)"', text),
+        *(f"{check}.unreachable" for check in checks),
+        *(f"breaker.{kind}" for kind in ("host", "extractor", "topic")),
+    }
+
+
 def test_options_named_in_the_text_exist() -> None:
     variables = {v for option in (*OPTIONS, *pool_options("NAME")) for v in option.variables}
     ours = {
@@ -302,6 +316,7 @@ def test_options_named_in_the_text_exist() -> None:
         "PENSTOCK_KAFKA_OPTIONS",
     }
     paths = {option.path for option in OPTIONS}
+    codes = finding_codes()
     sections = {path.partition(".")[0] for path in paths if "." in path}
     for page in PAGES:
         text = page.read_text("utf-8")
@@ -311,7 +326,7 @@ def test_options_named_in_the_text_exist() -> None:
             )
         for name in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?: = [^`]*)?`", text):
             if name.partition(".")[0] in sections and not name.endswith((".py", ".db", ".md")):
-                assert name in paths or any(p.startswith(name + ".") for p in paths), (
+                assert name in paths | codes or any(p.startswith(name + ".") for p in paths), (
                     f"{page.name}: {name}"
                 )
 

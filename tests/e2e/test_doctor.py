@@ -164,7 +164,7 @@ def test_doctor_finds_a_disk_that_will_be_full_within_a_day(project: Project) ->
     wait_for(lambda: running.ended or (state / "disk.json").exists(), running.output)
     running.signal(signal.SIGTERM)
     assert running.wait() == 0, running.output
-    assert diagnose(project) == (0, {}), "one sample says nothing about the growth"
+    assert diagnose(project) == (0, {}), "one sample shows no growth"
     (sample,) = json.loads((state / "disk.json").read_text())
     hours = 5
     earlier = sample | {
@@ -327,7 +327,7 @@ def test_doctor_opens_each_kind_of_broker(
     project.run()
     code, found = diagnose(project, "shop.py")
     assert code == 0, found
-    project.run()  # doctor left the topics as they were
+    project.run()  # doctor has not changed the topics
     assert len(project.rows()) == 1
 
 

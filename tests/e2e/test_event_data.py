@@ -106,7 +106,7 @@ def open_events(project: Project) -> int:
 def test_duplicates_without_a_reader_of_their_data_stay_duplicates(
     project: Project, site: Site
 ) -> None:
-    project.set(dedup_window="4s", dedup_settle="2s")
+    project.set(dedup_window="120s", dedup_settle="60s")
     shop = Shop(site)
     blind = READS_DATA.replace('page.event.data.get("price")', "1")
     project.write("shop.py", blind + API.format(base=shop.base))
@@ -118,6 +118,8 @@ def test_duplicates_without_a_reader_of_their_data_stay_duplicates(
     running.signal(15)
     assert running.wait() == 0, running.output
     assert prices(project) == [1]
+    assert project.total()["duplicate"] == 1
+    assert len(site.asked("/p/1")) == 1
 
 
 def test_separate_roles_see_a_changed_event_too(project: Project, site: Site) -> None:

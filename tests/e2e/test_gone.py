@@ -89,7 +89,7 @@ def test_a_known_page_with_two_404_visits_leaves_the_sinks(shop: Project, site: 
         }
     ]
 
-    visit(shop, *urls)  # it stays gone, without another removal
+    visit(shop, *urls)  # the page stays gone, without another removal
     assert results(shop, urls[0])[-1] == ("success", "gone", "gone")
     assert removals(shop) == ["S-0"]
     status = shop.status()

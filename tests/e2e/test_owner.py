@@ -107,7 +107,7 @@ def test_adopt_is_refused_while_a_worker_of_the_owner_is_alive(
     stop(running)
     project.good("adopt", "other.py")
     running = start(project, "other.py")
-    running.kill()  # its lock file shows that it crashed
+    running.kill()  # the lock file shows that the worker crashed
     project.nothing_runs()
     project.good("adopt", "shop.py")
     project.run()
@@ -132,7 +132,8 @@ def test_adopt_is_refused_while_a_worker_of_another_machine_has_a_heartbeat(
                 running.kill()
         with psycopg.connect(server("postgres").url, autocommit=True) as db:
             db.execute(f"SET search_path TO {project.env['PENSTOCK_NAMESPACE']}")
-            db.execute("UPDATE live_worker SET until=0")  # its last heartbeat has expired
+            # The last heartbeat of the worker has expired.
+            db.execute("UPDATE live_worker SET until=0")
         other.good("adopt", "other.py")
     finally:
         project.close()
@@ -198,7 +199,7 @@ def test_two_pipelines_on_one_broker_namespace_do_not_take_each_others_messages(
 
 
 @pytest.mark.server("redis")
-def test_the_new_owner_accepts_messages_of_the_old_one_that_the_ledger_has_deleted(
+def test_the_new_owner_accepts_old_messages_that_the_ledger_has_deleted(
     project: Project, site: Site, server: Server
 ) -> None:
     prepare(project, "redis", server)

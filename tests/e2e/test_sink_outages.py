@@ -325,7 +325,7 @@ def test_until_idle_gives_up_a_killed_server_and_the_next_run_writes_the_rows(
 
 @pytest.mark.server("postgres")
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_ctrl_c_ends_a_run_whose_sink_stopped_answering_in_a_write(
+def test_sigterm_ends_a_run_whose_sink_stopped_answering_in_a_write(
     project: Project, pages: Pages, table: Table, workers: str
 ) -> None:
     handle = table.handle

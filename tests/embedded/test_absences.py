@@ -133,7 +133,7 @@ async def test_no_page_of_a_burst_is_removed_before_an_approval(rig: Rig) -> Non
     (held,) = await rig.uow.read(lambda tx: tx.absences.held())
     assert (held.host, held.urls, held.known) == (HOST, 9, 20)
 
-    await page(rig, 3, record("S-3"))  # it has returned
+    await page(rig, 3, record("S-3"))  # the page has returned
     until = rig.clock.now() + HOUR
     assert await rig.uow.write(lambda tx: tx.absences.approve(HOST, until)) == 8
     assert await rig.engine.removals.settle()

@@ -30,7 +30,7 @@ async def test_the_state_of_an_earlier_release_is_processed(release: str, tmp_pa
 
 
 @pytest.mark.parametrize("release", RELEASES)
-async def test_the_first_run_on_the_state_of_an_earlier_release_makes_its_pipeline_the_owner(
+async def test_the_first_run_on_the_state_of_an_earlier_release_sets_the_owner(
     release: str, tmp_path: Path
 ) -> None:
     project = ReleasedProject(release, "embedded", tmp_path)

@@ -9,12 +9,13 @@ import pytest
 from tests.embedded.test_books import Rig, assert_books_balance
 from tests.embedded.test_relay import ApartRig
 
-from penstock.engine.routes import LIFETIME, WAIT
+from penstock.engine.routes import LIFETIME
 from penstock.model import Route, encode_event
 from penstock.operate.waiting import stuck_in, waits_in
 from penstock.ports import Out
 from penstock.rules.events import event_of
 from penstock.rules.routes import ServedPool
+from penstock.rules.waiting import RECHECK
 
 HOME = ServedPool(name="home", geo=("us",))
 CAUSE = "route:pool=home"
@@ -60,7 +61,7 @@ async def test_an_event_whose_route_no_live_worker_serves_waits_with_that_reason
     (stuck,) = await rig.uow.read(stuck_in)
     assert stuck.what == "no live worker serves the route pool=home,geo=us"
     assert stuck.next_step == "start a worker with [proxies.home] in its configuration"
-    await wait(rig, WAIT / 2)
+    await wait(rig, RECHECK / 2)
     assert await rig.receive() == []
 
 

@@ -32,7 +32,7 @@ async def park(rig: Rig, *ids: str, until: float = 3600.0) -> None:
         )
 
 
-async def test_events_are_counted_by_what_they_wait_for(rig: Rig) -> None:
+async def test_events_are_counted_by_the_cause_of_their_wait(rig: Rig) -> None:
     assert await waits(rig) == {}
     await park(rig, "e1", "e2")
     assert await waits(rig) == {HOST: 2}

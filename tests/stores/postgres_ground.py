@@ -5,11 +5,14 @@ test.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import psycopg
+import pytest
 from psycopg import sql
 from tests.embedded.test_books import Ground, Rig
+from tests.servers import Handle
 
 from penstock.brokers.postgres.broker import PostgresBroker
 from penstock.ledgers.postgres import PostgresLedger
@@ -85,3 +88,14 @@ class PostgresGround(Ground):
                         sql.Identifier(store.namespace)
                     )
                 )
+
+
+@pytest.fixture(autouse=True)
+def rigs_on_postgres(
+    server: Callable[[str], Handle], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Put the rigs of a module that imports this fixture on PostgreSQL."""
+    ground = PostgresGround(server("postgres").url)
+    monkeypatch.setattr(Rig, "ground", ground)
+    yield
+    ground.clear()

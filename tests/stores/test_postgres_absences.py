@@ -2,22 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 import pytest
 from tests.embedded.test_absences import *  # noqa: F403 (the tests)
-from tests.embedded.test_books import Rig
-from tests.servers import Handle
-from tests.stores.postgres_ground import PostgresGround
+from tests.stores.postgres_ground import rigs_on_postgres  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.server("postgres")
-
-
-@pytest.fixture(autouse=True)
-def _on_postgres(
-    server: Callable[[str], Handle], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
-    ground = PostgresGround(server("postgres").url)
-    monkeypatch.setattr(Rig, "ground", ground)
-    yield
-    ground.clear()

@@ -4,26 +4,13 @@ schema.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 import pytest
 from hypothesis import settings
 from tests.embedded.test_books import *  # noqa: F403 (the tests)
-from tests.embedded.test_books import AnyOrder, Rig
-from tests.servers import Handle
-from tests.stores.postgres_ground import PostgresGround
+from tests.embedded.test_books import AnyOrder
+from tests.stores.postgres_ground import rigs_on_postgres  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.server("postgres")
-
-
-@pytest.fixture(autouse=True)
-def _on_postgres(
-    server: Callable[[str], Handle], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
-    ground = PostgresGround(server("postgres").url)
-    monkeypatch.setattr(Rig, "ground", ground)
-    yield
-    ground.clear()
 
 
 class AnyOrderOnPostgres(AnyOrder):

@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 import pytest
-from tests.embedded.test_books import Rig
 from tests.embedded.test_breakers import *  # noqa: F403 (the tests)
 from tests.embedded.test_waits import (  # noqa: F401 (the tests)
     test_a_delay_of_an_unstarted_event_has_a_cause_until_it_is_redriven,
     test_a_due_event_waits_for_nothing,
     test_an_event_that_starts_again_waits_for_nothing,
-    test_events_are_counted_by_what_they_wait_for,
+    test_events_are_counted_by_the_cause_of_their_wait,
 )
-from tests.servers import Handle
-from tests.stores.postgres_ground import PostgresGround
+from tests.stores.postgres_ground import rigs_on_postgres  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.server("postgres")
-
-
-@pytest.fixture(autouse=True)
-def _on_postgres(
-    server: Callable[[str], Handle], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
-    ground = PostgresGround(server("postgres").url)
-    monkeypatch.setattr(Rig, "ground", ground)
-    yield
-    ground.clear()

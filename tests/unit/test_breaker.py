@@ -63,7 +63,7 @@ def test_one_more_dead_event_never_lowers_the_verdict(ended: int, dead: int) -> 
         ("fetch", "not_found", (), []),
         ("extract", "permanent", ("product",), ["extractor:product"]),
         ("extract", "poison", ("a", "b"), ["extractor:a", "extractor:b"]),
-        ("extract", "permanent", (), ["host:h"]),  # its stored page is gone
+        ("extract", "permanent", (), ["host:h"]),  # the stored page was deleted
         ("sink", "ours", (), ["host:h"]),
         ("fetch", "ours", (), ["host:h"]),
     ],

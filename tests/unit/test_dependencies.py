@@ -1,4 +1,4 @@
-"""What an extraction depends on: event data, headers, the address, and the pipeline's own files."""
+"""Dependencies of an extraction: event data, headers, the address, and the pipeline's own files."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_order_of_keys_in_the_data_does_not_matter() -> None:
     assert text({"a": 1, "b": {"c": 2, "d": 3}}) == text({"b": {"d": 3, "c": 2}, "a": 1})
 
 
-def test_stored_texts_tell_labels_and_the_data_that_was_read() -> None:
+def test_labels_and_read_data_are_parsed_from_the_stored_text() -> None:
     stored = text({"price": 10}, headers=True)
     assert labels_of(stored) == labels_of("product@1") == "product@1"
     assert reads_data(stored)

@@ -1,4 +1,4 @@
-"""Gone pages: what a 404 or 410 means for a URL, and which removals wait."""
+"""Gone pages: the meaning of a 404 or 410 for a URL, and removals that wait."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ BURST = HostAbsences(
         ({"absent": 6}, True, "remove"),  # exactly 30 %
         ({"absent": 7}, True, "hold"),
         ({"absent": 6, "newest": NOW - 60}, False, "remove"),
-        ({"absent": 6, "oldest": NOW - HOUR}, False, "remove"),  # it never settles
+        ({"absent": 6, "oldest": NOW - HOUR}, False, "remove"),  # the host never settles
         ({"absent": 7, "oldest": NOW - HOUR}, False, "hold"),
         ({"held": True}, True, "hold"),
         ({"held": True, "absent": 1, "newest": 0.0}, False, "hold"),
@@ -111,7 +111,7 @@ def test_removals_wait_until_the_host_has_settled_and_are_held_above_the_limit(
 
 
 @given(st.integers(0, 10_000), st.integers(0, 10_000), st.integers(0, 10_000), st.floats(0, 1))
-def test_without_approval_no_more_than_the_share_is_removed(
+def test_without_approval_at_most_the_share_is_removed(
     known: int, absent: int, gone: int, share: float
 ) -> None:
     host = msgspec.structs.replace(BURST, known=known, absent=absent, gone=gone)

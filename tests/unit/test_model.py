@@ -153,7 +153,7 @@ def of_newer_minor(event: Event) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("event", [EVENT, FULL])
-def test_unknown_fields_of_a_newer_minor_version_are_read_over_and_kept(event: Event) -> None:
+def test_unknown_fields_of_a_newer_minor_version_are_ignored_and_kept(event: Event) -> None:
     raw = of_newer_minor(event)
     before = json.dumps(raw).encode()
     assert decode_event(before) == event

@@ -55,7 +55,7 @@ def test_the_cause_of_a_wait_names_the_route_exactly(route: Route) -> None:
         (Route(render=True), "render", "a route without a proxy"),
     ],
 )
-def test_a_route_has_a_readable_cause_and_words(route: Route, cause: str, words: str) -> None:
+def test_a_route_has_a_readable_cause_and_description(route: Route, cause: str, words: str) -> None:
     assert (cause_of(route), describe(route)) == (cause, words)
 
 
@@ -85,3 +85,12 @@ def test_a_route_without_a_worker_has_a_next_step(route: Route, expected: str) -
     live = [ServedPool(name="home", geo=("us",), account=("alice",))]
     assert not serves(live, route)
     assert expected in next_step(route, live)
+
+
+@pytest.mark.parametrize("account", [(), ("*",)])
+def test_the_next_step_does_not_name_an_account_that_the_pool_serves(
+    account: tuple[str, ...],
+) -> None:
+    live = [ServedPool(name="home", geo=("us",), account=account)]
+    step = next_step(Route(pool="home", geo="fr", account="bob"), live)
+    assert step == "add it to the configuration: geo of proxies.home does not list 'fr'"

@@ -1,4 +1,4 @@
-"""Values that say how a URL is fetched: route, priority and freshness window, as users write them.
+"""Route, priority and freshness window of a URL, as users write them.
 
 Sources, links of extractors and mappings use the same checks.
 """

@@ -33,8 +33,9 @@ def doctor(
 ) -> int:
     """Open every store, sink, source and proxy, and check the ledger and the machine.
 
-    Nothing is changed. Exit code 0: no check failed. 4: the store cannot be opened. 5: something
-    is wrong.
+    The command changes nothing, except that it migrates an SQLite store of an older release, as
+    every command does. Exit code 0: no check failed. 4: the store cannot be opened. 5: a check
+    failed.
     """
     from penstock.operate import doctor as checks
     from penstock.operate.ownership import check_owner

@@ -285,11 +285,11 @@ def _row(d: Domain, now: float) -> list[Text | str]:
         str(d.state.last_status or ""),
         count(d.state.throttles) if d.state.throttles else "",
         styled("ignored", "yellow") if ignored else _robots_state(d, now),
-        plain("; ".join(_why(d, ignored))),
+        plain("; ".join(_notes(d, ignored))),
     ]
 
 
-def _why(d: Domain, ignored: Exempt | None) -> Iterator[str]:
+def _notes(d: Domain, ignored: Exempt | None) -> Iterator[str]:
     if ignored is not None:
         yield f"{ignored.reason} ({ignored.who})"
     if d.held is not None:

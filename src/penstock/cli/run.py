@@ -29,7 +29,8 @@ def run(
     until_idle: Annotated[
         bool,
         Parameter(
-            help="stop when all accepted events have ended and are written (exit 1 if one is dead)"
+            help="stop when all accepted events have ended and are written, or when the rest waits "
+            "for an operator or a route (exit 1 if an event is dead or waits)"
         ),
     ] = False,
     common: Common = DEFAULTS,

@@ -78,7 +78,8 @@ class Flusher:
         self._position, self._mark = 0, ""  # last flushed row, and the target's mark after it
         self._thread: BlockingThread | None = None
         self._abandoned = False  # a call of the sink did not return before the flusher ended
-        self._tried = asyncio.Event()  # the sink was opened, could not be opened, or is not ours
+        # Set when the sink was opened, could not be opened, or is locked by another process.
+        self._tried = asyncio.Event()
         self._first_error: Exception | None = None
         self._ending = asyncio.Event()
         self._stored: str | None = None  # reason in the ledger, None if it was not read
@@ -376,8 +377,8 @@ class Flusher:
                 self._on_notice(f"sink {self.sink.name} takes rows again")
             elif self.down is None and self._tried.is_set():  # else `wait_until_open` raises it
                 self._on_notice(
-                    f"sink {self.sink.name} is down: {reason}; its rows wait in the outbox"
-                    " and nothing new is fetched until it is back"
+                    f"sink {self.sink.name} is down: {reason}. Its rows wait in the outbox, and "
+                    "workers fetch no new page until it takes rows again"
                 )
             if reason is None or self.down is None:
                 self.since = self.clock.now() if reason else None
@@ -420,7 +421,7 @@ def _reason(error: Exception) -> str:
 
 
 async def _ended_within(future: asyncio.Future[T], seconds: float) -> bool:
-    """Wait for the future, also if the task is cancelled meanwhile. Return True if it is done."""
+    """Wait for the future, even if the task is cancelled. Return True if the future is done."""
     until = time.monotonic() + seconds
     while not future.done() and (left := until - time.monotonic()) > 0:
         with contextlib.suppress(asyncio.CancelledError):

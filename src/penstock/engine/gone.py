@@ -1,4 +1,4 @@
-"""Absent pages: what a 404 or 410 means for its event, and the removal of records that are gone."""
+"""Absent pages: the end of an event with a 404 or 410, and removals of the URL's records."""
 
 from __future__ import annotations
 

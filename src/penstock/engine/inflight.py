@@ -54,7 +54,7 @@ class InflightEvent(msgspec.Struct, eq=False):
     body: bytes = b""
     response: Response | None = None
     extracted: Extracted | None = None
-    depends_on: str = ""  # what `extracted` depended on, as in rules.dependencies
+    depends_on: str = ""  # dependencies of `extracted`, as in rules.dependencies
 
 
 def read_delivery(d: Delivery, stage: Stage, host_by: HostKind) -> InflightEvent:

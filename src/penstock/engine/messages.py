@@ -130,4 +130,4 @@ class RecordsMessage(Message, frozen=True, kw_only=True, tag=f"penstock.records.
     records: list[Record]
     links: list[Link]
     matched: bool
-    depends_on: str = ""  # what the extraction depended on, as in rules.dependencies
+    depends_on: str = ""  # dependencies of the extraction, as in rules.dependencies

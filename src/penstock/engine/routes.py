@@ -14,15 +14,13 @@ from penstock.model import Event, Outcome, Reason, Retry
 from penstock.ports import Clock, Durability, EventState, Topics, Transaction, UnitOfWork
 from penstock.rules.reasons import sentence
 from penstock.rules.routes import ServedPool, cause_of, describe, route_of, serves
+from penstock.rules.waiting import RECHECK
 
 HEARTBEAT = 5.0  # seconds between two announcements
 LIFETIME = 4 * HEARTBEAT  # seconds after which a worker without an announcement serves nothing
 # Seconds that an event waits before it is released on a broker that gives all events of a host to
 # one worker. The same worker gets it again, until another worker gets the host.
 PARTITIONED_HOLD = 60.0
-# Seconds after which an event that waits for a route is checked again. A worker that serves the
-# route makes it due earlier.
-WAIT = 24 * 3600.0
 BATCH = 1000  # events that become due in one transaction
 TOPIC, GROUP = "requests", "main"
 
@@ -49,7 +47,7 @@ class RouteGate:
         ends = state.accepted_at + s.max_age if s.max_age and not elsewhere else math.inf
         if ends <= now:
             return None  # too old to wait: the fetch fails, and the event ends dead
-        until = min(now + WAIT, ends)
+        until = min(now + RECHECK, ends)
         if route.render:
             reason = sentence(Reason.RENDER)
         else:
@@ -116,7 +114,7 @@ class Routes:
         # A member of the group has the order of a host: these are partitions.
         partitioned = caps.lease == "connection" and caps.order_per_key == "native"
         hold = PARTITIONED_HOLD if partitioned else 0.0
-        rows = tx.maintenance.some_waiting_for(cause, BATCH, due_before=now + WAIT - hold)
+        rows = tx.maintenance.some_waiting_for(cause, BATCH, due_before=now + RECHECK - hold)
         positions: defaultdict[str, list[int]] = defaultdict(list)
         for _, host, position in rows:
             positions[host].append(position)

@@ -11,8 +11,8 @@ from penstock.net.cookies import Cookie, Jar
 from penstock.ports import Hop
 from penstock.rules.identity import host_key
 
-# Bytes of saved progress. With more, for example because of many cookies, nothing is saved, and the
-# next attempt starts from the event's URL.
+# Maximum bytes of saved progress. Larger progress, for example with many cookies, is not saved. The
+# next attempt then starts from the event's URL.
 MAX_PROGRESS = 64 << 10
 # Seconds after the next attempt is due. After that, it starts from the event's URL.
 RETENTION = 600.0
@@ -82,7 +82,7 @@ def resume(
     key_by: Literal["host", "domain"],
     now: float,
 ) -> RedirectChain | None:
-    """Return the saved chain of this event, or None if there is none or it has expired."""
+    """Return the saved chain of this event, or None if it does not exist or has expired."""
     if not progress:
         return None
     try:

@@ -189,7 +189,7 @@ def judge(mapping: Mapping, findings: Sequence[Finding]) -> Taken:
 
 
 class Incomplete(Exception):
-    """A batch that had to be accepted whole. Nothing of it was accepted.
+    """A batch that had to be accepted as a whole, and was not accepted.
 
     If `taken.refused` is empty, the queue is full.
     """

@@ -171,11 +171,11 @@ def _payload_route(payload: Pairs[str, Any]) -> dict[str, Any]:
         try:
             found = msgspec.json.decode(found) if found.strip() else None
         except (msgspec.DecodeError, UnicodeError, ValueError, RecursionError):
-            raise Refused("its routing is no object but text") from None
+            raise Refused("its routing is not an object but text") from None
     if found is None:
         return {}
     if not isinstance(found, dict):
-        raise Refused(f"its routing is no object but {type(found).__name__}")
+        raise Refused(f"its routing is not an object but {type(found).__name__}")
     given = {key: value for key, value in found.items() if value is not None}
     if unknown := sorted(str(key) for key in given if key not in ROUTE):
         raise Refused(f"its routing has no {unknown[0][:100]!r}; it has {', '.join(ROUTE)}")

@@ -16,7 +16,7 @@ _REQUEST = (
 
 
 def probe_proxy(dsn: str, label: str, timeout: float) -> str:
-    """Connect to a proxy and return what was checked. Raises OSError or Unreachable.
+    """Connect to a proxy and return the result in words. Raises OSError or Unreachable.
 
     An `http` proxy must answer a request. Of other proxies only the connection is checked.
     """

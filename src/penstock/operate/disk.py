@@ -15,9 +15,9 @@ from penstock.operate.findings import Finding
 
 LOW, VERY_LOW = 1 << 30, 64 << 20  # bytes of free disk space: below them warn, and fail
 SAMPLES = "disk.json"  # file in the state directory
-KEPT = 3600.0  # seconds for which samples are kept
+RETENTION = 3600.0  # seconds for which samples are stored
 EVERY = 60.0  # seconds between two samples
-# Seconds that samples must cover. A shorter time says little about the growth of a day.
+# Seconds that samples must cover. A shorter time is not enough to forecast a day.
 SPAN = 600.0
 DAY = 86400.0
 
@@ -36,11 +36,11 @@ def record_sample(state: Path, now: float) -> None:
     samples = read_samples(state)
     if any(now - EVERY / 2 < s.at <= now for s in samples):
         return
-    kept = [s for s in samples if now - KEPT <= s.at <= now]
+    recent = [s for s in samples if now - RETENTION <= s.at <= now]
     draft = state / f".{SAMPLES}.{os.getpid()}"
-    with contextlib.suppress(OSError):  # on a full disk there is nothing left to forecast
+    with contextlib.suppress(OSError):  # a full disk needs no forecast
         new = Sample(now, os.stat(state).st_dev, shutil.disk_usage(state).free)
-        draft.write_bytes(msgspec.json.encode([*kept, new]))
+        draft.write_bytes(msgspec.json.encode([*recent, new]))
         draft.replace(state / SAMPLES)
 
 
@@ -58,7 +58,7 @@ def seconds_until_full(
 
     Return None if it does not fill, or if the samples cover less than `SPAN`.
     """
-    recent = [s for s in samples if s.device == device and now - KEPT <= s.at <= now - SPAN]
+    recent = [s for s in samples if s.device == device and now - RETENTION <= s.at <= now - SPAN]
     if not recent:
         return None
     first = min(recent, key=lambda s: s.at)

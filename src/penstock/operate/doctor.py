@@ -269,11 +269,11 @@ def _waits(uow: UnitOfWork) -> Iterator[Finding]:
         check = "paused" if w.cause.startswith((TOPIC, HOST, EXTRACTOR)) else "waiting"
         opened = bool(w.reason) and code_of(w.reason) in (Reason.BREAKER, Reason.BREAKER_HOSTS)
         waiting = f", {plural(w.events, 'event')} waiting" if w.events else ""
-        why = f": {w.reason}" if w.reason else ""
+        reason = f": {w.reason}" if w.reason else ""
         yield Finding(
             check,
             "fail" if opened else "warn",
-            f"{w.what}{waiting}{why}",
+            f"{w.what}{waiting}{reason}",
             f"read `penstock dlq ls`, mend the cause, then run `{w.next_step}`"
             if opened
             else w.next_step,

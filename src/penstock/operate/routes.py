@@ -9,7 +9,7 @@ import msgspec
 from penstock.config.options import suggest
 from penstock.model import Route
 from penstock.ports import Transaction
-from penstock.rules.routes import ServedPool, route_of, serves
+from penstock.rules.routes import ANY_ACCOUNT, ServedPool, route_of, serves
 from penstock.rules.waiting import Waiting, waiting
 
 
@@ -22,13 +22,13 @@ def unserved(tx: Transaction, waits: Mapping[str, int]) -> list[Waiting]:
     pools = [pool for served in tx.routes.served().values() for pool in served] if routes else []
     found = []
     for cause, events in sorted(waits.items()):
-        cause_in_words = waiting(cause, events)
+        shown = waiting(cause, events)
         if (route := routes.get(cause)) is not None:
             if serves(pools, route):
                 continue
             step = next_step(route, pools)
-            cause_in_words = msgspec.structs.replace(cause_in_words, next_step=step)
-        found.append(cause_in_words)
+            shown = msgspec.structs.replace(shown, next_step=step)
+        found.append(shown)
     return found
 
 
@@ -36,11 +36,15 @@ def next_step(route: Route, live: Iterable[ServedPool]) -> str:
     """Return how a route gets a worker. `live` has the pools of all live workers."""
     pools = {pool.name: pool for pool in live}
     if route.pool and route.pool in pools:
+        pool = pools[route.pool]
+        accounts = pool.account
+        # A pool that is not reserved, or reserved for any account, serves every account.
+        serves_any = not accounts or ANY_ACCOUNT in accounts
         lacking = [
             f"{option} of proxies.{route.pool} does not list {value!r}"
             for option, value, listed in (
-                ("geo", route.geo and route.geo.lower(), pools[route.pool].geo),
-                ("account", route.account, pools[route.pool].account),
+                ("geo", route.geo and route.geo.lower(), pool.geo),
+                ("account", None if serves_any else route.account, accounts),
             )
             if value and value not in listed
         ]

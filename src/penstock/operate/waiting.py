@@ -1,4 +1,4 @@
-"""What delayed events wait for if time alone does not help, and the end of such waits."""
+"""Waits of events that time alone does not end: their causes, and how they are ended."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Parked: TypeAlias = tuple[int, str, int]
 
 
 def waits_in(tx: Transaction) -> list[Waiting]:
-    """Return what is paused or missing, with the number of events that wait for it.
+    """Return each pause and each missing route, with the number of events that wait for it.
 
-    Topics come first, then what the breaker paused, then causes of delayed events, then
+    Topics come first, then paused hosts and extractors, then causes of delayed events, then
     removals.
     """
     waits = tx.maintenance.waits()
@@ -52,7 +52,7 @@ def approvals_in(tx: Transaction) -> list[Waiting]:
 
 
 def stuck_in(tx: Transaction) -> list[Waiting]:
-    """Return the causes if every open event waits for one that time alone does not end.
+    """Return the causes if every open event waits for a cause that time alone does not end.
 
     The list is empty if an event can still proceed without an operator. If a topic is paused, an
     event can proceed only if a worker holds its delivery.

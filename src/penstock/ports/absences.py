@@ -31,7 +31,7 @@ class Leaving(msgspec.Struct, frozen=True, kw_only=True):
     row: int  # row number of the newest absent visit's event
     envelope: bytes  # of that event
     at: float  # time of that visit
-    status: int  # its HTTP status
+    status: int  # HTTP status of that visit
 
 
 class HeldRemovals(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ class OpenBreaker(msgspec.Struct, frozen=True):
     error_class: str  # most frequent class of its dead events, "" if an operator paused it
     reason: str
     at: float  # when it was paused
-    counted: bool  # it counts for the pause of the topic
+    counted: bool  # this pause counts for the pause of the topic
 
 
 class Breakers(Protocol):

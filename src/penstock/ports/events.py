@@ -43,7 +43,7 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
     last_modified: str | None = None
     response_hash: str | None = None
     page: str | None = None  # id of the page in the page store (a hash)
-    extractors: str = ""  # what its extraction depended on, as in rules.dependencies
+    extractors: str = ""  # dependencies of its extraction, as in rules.dependencies
     headers: Mapping[str, str] = {}
 
 
@@ -101,14 +101,14 @@ class End(msgspec.Struct, kw_only=True):
     detail: str = ""  # traceback or other details, for the dead letter
     fingerprint: str = ""
     until: float = 0.0  # time until which a retried or parked event is delayed
-    # What a delayed event waits for if time alone does not help, for example "host:shop.example".
+    # Cause of a delay that time alone does not end, for example "host:shop.example".
     waits_for: str = ""
     progress: bytes = b""  # of a redirect chain that is delayed
     had_progress: bool = False  # the ledger has the progress of an earlier attempt
     meta: PageMeta | None = None
     records: Sequence[Record] = ()
     links: Sequence[Link] = ()
-    extractors: str = ""  # what the extraction depended on, as in rules.dependencies
+    extractors: str = ""  # dependencies of the extraction, as in rules.dependencies
     extracted: bool = False  # a success for which extractors ran, so the page was not unchanged
     failed_extractors: Sequence[str] = ()  # names, if the extraction failed
     response_status: int | None = None

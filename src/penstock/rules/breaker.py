@@ -1,6 +1,6 @@
 """Circuit breaker: decides which host or extractor with many dead letters is paused.
 
-Also decides if so many hosts are paused that the whole topic is.
+Also decides whether enough hosts are paused to pause the whole topic.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LEAST_HOSTS = 2  # paused hosts that pause the topic if they are half of the act
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     dead_share: float = 0.2  # share of dead events above which a host or extractor is paused
-    at_least: int = 50  # dead events, below which nothing is paused
+    at_least: int = 50  # dead events before a host or extractor is paused
     window: float = 60.0  # seconds
     alert_share: float = 0.02  # share of dead events above which an alert is raised
 

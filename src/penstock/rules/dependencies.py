@@ -1,8 +1,8 @@
-"""What an extraction depends on besides the bytes of its page, as a text that the ledger stores.
+"""Dependencies of an extraction besides the bytes of its page, as a text that the ledger stores.
 
-The text is `name@version,…#HASH`, with the hash of the pipeline's files. Words behind it name what
-else the extractors have read: `url:HASH`, `data:HASH` and `headers`. Two texts are compared as a
-whole, so a text of an earlier release never equals a new one.
+The text is `name@version,…#HASH`, with the hash of the pipeline's files. Words behind it name other
+values that the extractors have read: `url:HASH`, `data:HASH` and `headers`. Whole texts are
+compared, so a text of an earlier release never equals a new one.
 """
 
 from __future__ import annotations

@@ -17,10 +17,10 @@ def encode_again(event: Event, before: bytes) -> bytes:
     after = encode_event(event)
     old = msgspec.json.decode(before, type=dict[str, Any])
     new = msgspec.json.decode(after, type=dict[str, Any])
-    kept = max(old.get("penstockminor", 0), CODEC_MINOR)
-    changed = kept > CODEC_MINOR
+    minor = max(old.get("penstockminor", 0), CODEC_MINOR)
+    changed = minor > CODEC_MINOR
     if changed:
-        new["penstockminor"] = kept
+        new["penstockminor"] = minor
     for path, known in ENVELOPE_LEVELS:
         source: Any = old
         for name in path:

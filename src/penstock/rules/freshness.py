@@ -18,7 +18,7 @@ class Claim(msgspec.Struct, frozen=True):
     began: float
     ended: bool
     next: str | None = None  # the event that is delayed to the end of the window
-    extractors: str = ""  # what the extraction of an ended owner depended on
+    extractors: str = ""  # dependencies of the extraction of an ended owner
 
 
 class Take(msgspec.Struct, frozen=True):

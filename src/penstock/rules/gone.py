@@ -27,7 +27,7 @@ class Past(msgspec.Struct, frozen=True):
 
 
 class Absence(msgspec.Struct, frozen=True):
-    """What an absent visit means for its URL.
+    """Meaning of an absent visit for its URL.
 
     `leaving` means that the URL has been absent often enough, and that its records will be removed.
     """
@@ -38,7 +38,7 @@ class Absence(msgspec.Struct, frozen=True):
 
 
 def judge(limits: Limits, past: Past | None, *, status: int, removed: bool) -> Absence:
-    """Return what a 404 or 410 means. `past` is None if the URL had no success before.
+    """Return the meaning of a 404 or 410. `past` is None if the URL had no success before.
 
     `removed` is True if the event itself reports that the URL was removed.
     """

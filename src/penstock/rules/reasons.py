@@ -158,7 +158,7 @@ _OTHER_SENTENCES: tuple[tuple[str, Reason], ...] = (
     ("its mapping cannot be applied", Reason.REFUSED),
     ("its data {}", Reason.REFUSED),
     ("its {} is no {}", Reason.REFUSED),
-    ("its routing has no {}", Reason.REFUSED),
+    ("its routing {}", Reason.REFUSED),
     ("its {} is neither {}", Reason.REFUSED),
     ("its priority is none of {}", Reason.REFUSED),
     ("there is no URL in it{}", Reason.REFUSED),

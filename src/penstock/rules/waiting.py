@@ -7,11 +7,12 @@ import msgspec
 HOST = "host:"
 EXTRACTOR = "extractor:"
 TOPIC = "topic:"
-# Seconds after which an event that waits for an operator, a route or a budget is tried again.
+# Seconds after which an event that waits for an operator, a route or a budget is tried again. It
+# becomes due earlier when the operator or a worker ends the wait.
 RECHECK = 24 * 3600.0
 APPROVAL = "approval:"
 
-# Kind of cause → what is the matter, and the next step. {} is the name after the colon.
+# Kind of cause → a sentence, and the next step. {} is the name after the colon of the cause.
 _STEPS: dict[str, tuple[str, str]] = {
     "host": ("host {} is paused", "penstock domains resume {}"),
     "extractor": ("extractor {} is paused", "penstock extractors resume {}"),
@@ -42,7 +43,7 @@ def waiting(
 ) -> Waiting:
     """Return the words and the next step of a cause."""
     kind, _, name = cause.partition(":")
-    what, step = _STEPS.get(kind, (cause, "penstock events --status delayed"))
+    what, step = _STEPS.get(kind, (cause, "penstock events ls --status delayed"))
     return Waiting(
         cause=cause,
         events=events,

@@ -1,6 +1,6 @@
 """Sinks, sources, proxies and servers of a configuration, as `penstock doctor` opens them.
 
-Nothing is created, locked or moved.
+An opening creates no file, takes no lock and moves no cursor.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _cursors(config: Config, pipeline: Pipeline) -> Mapping[str, bytes | None]:
 
 
 def _read_source(config: Config, spec: SourceSpec, cursors: Mapping[str, bytes | None]) -> str:
-    async def look() -> str:
+    async def probe() -> str:
         async with source_to_look_at(config, spec) as (source, _):
             if source.served:
                 return "is served by this pipeline"
@@ -97,13 +97,13 @@ def _read_source(config: Config, spec: SourceSpec, cursors: Mapping[str, bytes |
             return f"can be read ({plural(len(found), 'finding')} next)"
 
     try:
-        return asyncio.run(look())
+        return asyncio.run(probe())
     except Failure as e:
         raise Unreachable(f"{spec.name}: {e.reason}") from e
 
 
 def _read_broker(config: Config, url: str, topic: str) -> str:
-    async def look() -> str:
+    async def probe() -> str:
         context = Context(config, SystemClock(), random.Random(), worker=worker_id(), inline=True)
         try:
             broker: SqlQueue | Broker = adapter("brokers", url)(url, context)
@@ -115,11 +115,11 @@ def _read_broker(config: Config, url: str, topic: str) -> str:
             context.close()
         return f"answers ({plural(found.ready, 'message')} ready on {topic})"
 
-    return asyncio.run(look())
+    return asyncio.run(probe())
 
 
 def _read_claims(config: Config) -> str | Finding:
-    async def look() -> str | Finding:
+    async def probe() -> str | Finding:
         politeness = Politeness(config)
         try:
             await politeness.claims.refresh()
@@ -129,4 +129,4 @@ def _read_claims(config: Config) -> str | Finding:
             await politeness.close()
         return compare_clocks(skew, mask(config.claims.url)) or "answers"
 
-    return asyncio.run(look())
+    return asyncio.run(probe())

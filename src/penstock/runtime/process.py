@@ -109,7 +109,9 @@ class WorkerProcess:
         self.flushers: list[Flusher] = []
         self.proxies: Proxies | None = None  # None if this process does not fetch
         self._wake_set = False
-        self.stuck: Sequence[Waiting] = ()  # what the last events wait for, under --until-idle
+        self.stuck: Sequence[
+            Waiting
+        ] = ()  # causes for which the last events wait, under --until-idle
         self._gave_up: sink_watch.SinkGaveUp | None = None
 
     # -- run and shutdown --------------------------------------------------------------------------

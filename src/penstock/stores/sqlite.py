@@ -130,7 +130,7 @@ class Database(GroupCommitStore):
         return []
 
     def statements(self, script: str) -> list[str]:
-        """As SqlStore.statements. SQLite runs a script as it is."""
+        """As SqlStore.statements. SQLite runs a whole script."""
         return [script]
 
     def lock(self, path: Path) -> FileLock:

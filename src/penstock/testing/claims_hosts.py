@@ -84,7 +84,7 @@ class ClaimsOfHosts(ClaimsRig):
         assert self.near(following, slots[3])
 
     async def _killed_with_reserved_slots(self, worker: ClaimsWorker) -> None:
-        await self.slots(worker, HOST, 600)  # one minute
+        await self.slots(worker, HOST, 600)  # slots of one minute
 
     @sentence(killed_after=_killed_with_reserved_slots)
     async def test_slots_of_a_killed_worker_are_not_assigned_again(self, one: ClaimsWorker) -> None:

@@ -147,7 +147,7 @@ class ClaimsConformance(ClaimsOfHosts):
         )
 
     @sentence()
-    async def test_the_next_event_belongs_to_the_current_owner_and_goes_with_it(
+    async def test_the_next_event_belongs_to_the_current_owner_and_is_cleared_with_it(
         self, one: ClaimsWorker
     ) -> None:
         assert not await one.set_next(KEY, "e2", "e1"), "the claim is free"

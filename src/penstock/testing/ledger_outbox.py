@@ -37,7 +37,7 @@ class LedgerOutbox(LedgerRig):
         hooks: bool = False,
         force: bool = False,
     ) -> Counter[str]:
-        """End a new event with records, and append what is to be sent. Return the counts."""
+        """End a new event with records, and append its records to the outbox. Return the counts."""
         event = new_event(id_, url, force=force)
         await self.accept(ledger, event)
         return await self._succeed(

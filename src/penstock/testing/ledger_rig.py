@@ -13,6 +13,7 @@ import msgspec
 
 from penstock.model import Event, Record, decode_event, encode_event, page_id
 from penstock.ports import (
+    OPEN,
     DeadLetter,
     Delivery,
     End,
@@ -30,7 +31,6 @@ from penstock.testing.store_rig import StoreRig
 
 URL = "https://shop.test/p/"
 TOPIC = "requests"
-OPEN = ("pending", "delayed", "in_flight", "writing")
 # `audit` also gets the figures of a broker. The suite has no broker.
 NO_QUEUE = QueueAudit(queued=None, groups=[], expired=0)
 Outcome = Literal["success", "retry", "park", "release", "dead", "handover", "writing"]
@@ -56,7 +56,7 @@ class Begun(msgspec.Struct, frozen=True):
 
 
 def new_event(id_: str, url: str | None = None, **fields: Any) -> Event:
-    """Return an event for a URL of its own, or for `url`."""
+    """Return an event for `url`, or for a new URL."""
     return msgspec.structs.replace(event_of(url or URL + id_, id_=id_), **fields)
 
 
@@ -230,7 +230,7 @@ class LedgerRig(StoreRig[UnitOfWork]):
         return begun
 
     async def start(self, ledger: UnitOfWork, id_: str, **more: Any) -> Begun:
-        """Accept an event for a URL of its own, and count its start."""
+        """Accept an event for a new URL, and count its start."""
         event = new_event(id_)
         await self.accept(ledger, event)
         return await self.begin(ledger, event, **more)

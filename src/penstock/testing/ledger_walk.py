@@ -6,9 +6,8 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
-from penstock.ports import Transaction, UnitOfWork
+from penstock.ports import OPEN, Transaction, UnitOfWork
 from penstock.testing.ledger_rig import (
-    OPEN,
     OUTCOMES,
     Begun,
     LedgerRig,
@@ -49,7 +48,7 @@ class Walk:
         return self.dice.choice(self.workers)
 
     def some(self, *statuses: str) -> str | None:
-        """Return the id of an event with one of these statuses, or None if there is none."""
+        """Return the id of an event with one of these statuses, or None if no event has one."""
         ids = [id_ for id_, e in self.events.items() if e.status in statuses]
         return self.dice.choice(ids) if ids else None
 
@@ -98,7 +97,7 @@ class Walk:
         )
         assert changed == current, (begun.event.id, outcome)
         if self.dice.random() < 0.3:
-            self.starts.append(begun)  # its fence is outdated now
+            self.starts.append(begun)  # the start has an outdated fence now
         if not current:
             return
         event.fence, event.crashes = None, event.crashes - 1

@@ -151,7 +151,9 @@ class PagesConformance(PagesRig):
         assert dict(sizes) == {ids[0]: 5 * MIB, ids[1]: 20 * MIB}
 
     @sentence()
-    async def test_a_missing_page_is_none_and_has_no_size(self, one: PagesWorker) -> None:
+    async def test_get_returns_none_for_a_missing_page_which_has_no_size(
+        self, one: PagesWorker
+    ) -> None:
         assert await self.totals(one) == (0, 0)
         await self.put(one, b"another page")
         for page in UNKNOWN:
@@ -178,9 +180,7 @@ class PagesConformance(PagesRig):
     # -- one copy ----------------------------------------------------------------------------------
 
     @sentence()
-    async def test_a_page_that_is_stored_again_occupies_no_more_bytes(
-        self, one: PagesWorker
-    ) -> None:
+    async def test_storing_a_page_again_does_not_add_bytes(self, one: PagesWorker) -> None:
         body = noise(100_000)
         await self.put(one, body, body)
         first = await self.totals(one)

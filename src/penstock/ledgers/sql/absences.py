@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from penstock.ledgers.sql.ledger import LedgerTable
-from penstock.ledgers.sql.outbox import shelf_of
+from penstock.ledgers.sql.outbox import stored_key
 from penstock.model import REMOVED, Record
 from penstock.ports.absences import AbsentVisit, ExtractorKeys, HeldRemovals, Leaving
 from penstock.rules.gone import HostAbsences, Past
@@ -188,7 +188,7 @@ class SqlAbsences(LedgerTable):
         )
         self._ledger.record_all(self._tx, [u.row for u in urls], now, "success", None, None, reason)
         keys = [(u.url_key,) for u in urls]
-        # A baseline without extractors never says "unchanged".
+        # A page whose baseline has no extractors is never unchanged.
         self._tx.executemany(
             "UPDATE event SET extractors='' WHERE url_key=? AND status='success'", keys
         )
@@ -210,11 +210,11 @@ class SqlAbsences(LedgerTable):
         A URL is no longer known if none of its successes is left. Absences before `before` are
         deleted, and those of gone URLs before `hour`.
         """
-        kept = self._tx.executemany(
+        left = self._tx.executemany(
             "SELECT url_key FROM event WHERE url_key=? AND status='success' LIMIT 1",
             [(key,) for key, _ in forgotten],
         ).fetchall()
-        known = {bytes(key) for (key,) in kept}
+        known = {bytes(key) for (key,) in left}
         self._add_forgotten([host for key, host in forgotten if key not in known])
         self._tx.execute(
             "DELETE FROM absent WHERE (state='gone' AND at<?) OR (state='missing' AND at<?)",
@@ -235,5 +235,5 @@ def _full_key(stored: str, values: Sequence[Any], page_url: str) -> str:
     """Return the record key. The ledger stores the end of a long key as a hash."""
     parts = [str(value) for value in values]
     joined = "|".join(part.replace("\\", "\\\\").replace("|", "\\|") for part in parts)
-    found = (key for key in (*parts, joined, page_url) if key and shelf_of(key) == stored)
+    found = (key for key in (*parts, joined, page_url) if key and stored_key(key) == stored)
     return next(found, stored)

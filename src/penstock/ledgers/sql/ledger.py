@@ -42,7 +42,7 @@ CREATE TABLE dead(n INTEGER PRIMARY KEY AUTOINCREMENT, event TEXT NOT NULL UNIQU
   reason TEXT NOT NULL, fingerprint TEXT NOT NULL, detail TEXT NOT NULL, envelope BLOB NOT NULL,
   headers TEXT NOT NULL);
 CREATE INDEX dead_fingerprint ON dead(fingerprint);
--- Recent ends by what they count for: "topic:requests", "host:shop.example", "extractor:product".
+-- Recent ends of a topic, host or extractor: "topic:requests", "host:shop.example".
 -- The class is that of dead events, and "" for other ends.
 CREATE TABLE ends(what TEXT NOT NULL, bucket INTEGER NOT NULL, class TEXT NOT NULL,
   n INTEGER NOT NULL, PRIMARY KEY(what, bucket, class)) WITHOUT ROWID;

@@ -71,7 +71,7 @@ class SqlOutbox:
     ) -> list[Line]:
         """Compare records with the last ones of their record keys. Return the lines for sinks."""
         groups = [
-            ((g[0].extractor, shelf_of(g[0].key)), g, end, url_key)
+            ((g[0].extractor, stored_key(g[0].key)), g, end, url_key)
             for end, url_key in ends
             for g in _by_key(end.records)
         ]
@@ -200,7 +200,7 @@ class SqlOutbox:
         self._tx.executemany("UPDATE change SET tries=tries+1, error=? WHERE n=?", failed)
 
 
-def shelf_of(key: str) -> str:
+def stored_key(key: str) -> str:
     """Return the record key under which the last record is stored.
 
     An index entry of PostgreSQL holds at most 2,704 bytes, and a record key may have 4,000

@@ -1,4 +1,4 @@
-"""Migration 6: the reason why a sink takes no rows."""
+"""The reason why a sink takes no rows."""
 
 from __future__ import annotations
 
