@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from tests.embedded.test_books import Begun, Rig, assert_books_balance, record
+from tests.embedded.test_message_versions import newer_release
 
 from penstock.model import Record, page_id
 from penstock.ports import End, PageMeta
@@ -218,6 +219,22 @@ async def test_known_urls_are_counted_once_until_they_are_gone_or_forgotten(rig:
     await rig.uow.write(lambda tx: tx.maintenance.prune(rig.clock.now(), lambda key, id_: False))
     assert rig.sql("SELECT count(*) FROM event") == [(0,)]
     assert known(rig) == 0
+
+
+async def test_an_older_worker_leaves_the_removal_of_a_newer_event_to_newer_workers(
+    rig: Rig,
+) -> None:
+    await shop(rig, 2)
+    with newer_release():
+        await absent(rig, 0)
+    await absent(rig, 1)
+    assert await rig.engine.removals.settle(idle=True)
+    assert removed(rig) == ["S-1"]
+    assert not await rig.engine.removals.settle(idle=True)
+    with newer_release():
+        assert await rig.engine.removals.settle(idle=True)
+    assert removed(rig) == ["S-1", "S-0"]
+    assert_books_balance(rig)
 
 
 async def test_retention_keeps_the_events_of_waiting_removals(rig: Rig) -> None:

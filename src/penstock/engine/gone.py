@@ -10,6 +10,7 @@ from typing import TypeAlias
 import msgspec
 
 from penstock.engine.settings import LifecycleSettings
+from penstock.errors import NewerMessage
 from penstock.model import Event, Reason, Record, decode_event
 from penstock.ports import (
     AbsentVisit,
@@ -147,8 +148,13 @@ class Removals:
     def _remove(self, tx: Transaction, urls: Sequence[Leaving], now: float) -> int:
         removals: list[tuple[RecordsOfEvent, bytes]] = []
         counts: dict[str, Counter[str]] = {}
+        readable = []
         for url in urls:
-            event = decode_event(url.envelope)
+            try:
+                event = decode_event(url.envelope)
+            except NewerMessage:
+                continue  # a worker of the newer release removes its records
+            readable.append(url)
             records = tx.absences.records_of(url, event.url, self._settings.keys)
             visit = PageMeta(
                 page="", url=event.url, status=url.status, headers={}, fetched_at=url.at, size=0
@@ -156,7 +162,7 @@ class Removals:
             removals.append((_Removal(event, url.row, records, visit), url.url_key))
             counts.setdefault(event.topic, Counter()).update({"gone": 1, "missing": -1})
         self._write(tx, removals, counts)
-        tx.absences.mark_gone(urls, sentence(Reason.GONE), now)
+        tx.absences.mark_gone(readable, sentence(Reason.GONE), now)
         for topic, count in counts.items():
             tx.counters.add(topic, count)
-        return len(urls)
+        return len(readable)
