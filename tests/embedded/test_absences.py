@@ -221,6 +221,17 @@ async def test_known_urls_are_counted_once_until_they_are_gone_or_forgotten(rig:
     assert known(rig) == 0
 
 
+async def test_a_forced_visit_of_a_missing_page_does_not_count_its_url_again(rig: Rig) -> None:
+    await shop(rig, 1)
+    assert (await absent(rig, 0, 404)).result == "missing"
+    await page(rig, 0, record("S-0"), force=True)
+    assert known(rig) == 1
+    await absent(rig, 0)
+    await rig.engine.removals.settle(idle=True)
+    await page(rig, 0, record("S-0"), force=True)
+    assert known(rig) == 1
+
+
 async def test_an_older_worker_leaves_the_removal_of_a_newer_event_to_newer_workers(
     rig: Rig,
 ) -> None:

@@ -92,11 +92,12 @@ class Visits:
             self._tx.absences.add_known(Counter(end.event.key for end in self._unknown(first)))
 
     def _unknown(self, ends: Sequence[End]) -> Sequence[End]:
-        """Return ends without an earlier success. A forced event was admitted without one."""
+        """Return ends whose URL is not known. A forced event was admitted without its baseline."""
         forced = [(self._url_key(e.event.url), e.row) for e in ends if e.event.force]
         if not forced:
             return ends
-        known = {key for key, past in self._tx.absences.past(forced).items() if not past.result}
+        past = self._tx.absences.past(forced)
+        known = {key for key, newest in past.items() if gone.is_known(newest)}
         return [e for e in ends if not e.event.force or self._url_key(e.event.url) not in known]
 
 
