@@ -65,9 +65,13 @@ async def page(rig: Rig, n: int, *records: Record, **more: Any) -> None:
 
 async def absent(rig: Rig, n: int, status: int = 410, **more: Any) -> End:
     """Visit page `n`, which answers 404 or 410."""
+    return await end_absent(rig, await start(rig, n, **more), status)
+
+
+async def end_absent(rig: Rig, begun: Begun, status: int) -> End:
     return await end(
         rig,
-        await start(rig, n, **more),
+        begun,
         outcome="absent",
         response_status=status,
         reason=f"HTTP {status}",
@@ -230,6 +234,42 @@ async def test_a_forced_visit_of_a_missing_page_does_not_count_its_url_again(rig
     await rig.engine.removals.settle(idle=True)
     await page(rig, 0, record("S-0"), force=True)
     assert known(rig) == 1
+
+
+REMOVED: list[dict[str, Any]] = [{"change": "removed"}, {"_cdc": {"op": "d"}}]
+
+
+@pytest.mark.parametrize("data", REMOVED, ids=["sitemap", "table"])
+async def test_a_duplicate_that_reports_the_removal_counts_for_its_owners_visit(
+    tmp_path: Path, data: dict[str, Any]
+) -> None:
+    rig = Rig(tmp_path, window=60.0, settle=2.0, keys=KEYS, gone=LIMITS)
+    await page(rig, 0, record("S-0"))
+    rig.clock.advance(100.0)
+    await rig.accept("update", url=url(0))
+    await rig.accept("delete", url=url(0), data=data)
+    (begun,) = await rig.start("update")
+    assert rig.status("delete") == "duplicate"
+    await end_absent(rig, begun, 404)
+    assert await rig.engine.removals.settle(idle=True)
+    assert removed(rig) == ["S-0"]
+
+
+@pytest.mark.parametrize("data", REMOVED, ids=["sitemap", "table"])
+async def test_a_removal_that_is_reported_after_the_get_is_visited_later(
+    tmp_path: Path, data: dict[str, Any]
+) -> None:
+    rig = Rig(tmp_path, window=60.0, settle=2.0, keys=KEYS, gone=LIMITS)
+    await page(rig, 0, record("S-0"))
+    rig.clock.advance(1.0)
+    await rig.accept("delete", url=url(0), data=data)
+    assert await rig.start() == []
+    assert rig.status("delete") == "delayed"
+    rig.clock.advance(60.0)
+    (begun,) = await rig.start("delete")
+    await end_absent(rig, begun, 404)
+    assert await rig.engine.removals.settle(idle=True)
+    assert removed(rig) == ["S-0"]
 
 
 async def test_an_older_worker_leaves_the_removal_of_a_newer_event_to_newer_workers(

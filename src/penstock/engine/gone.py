@@ -55,12 +55,12 @@ class Visits:
         if end.outcome != "absent":
             return end
         event = end.event
-        found = gone.judge(
-            limits,
-            past.get(self._url_key(event.url)),
-            status=end.response_status or 0,
-            removed=gone.says_removed(event.data),
+        judge = partial(
+            gone.judge, limits, past.get(self._url_key(event.url)), status=end.response_status or 0
         )
+        found = judge(removed=gone.says_removed(event.data))
+        if found.result == "missing" and self._duplicate_says_removed(event.id):
+            found = judge(removed=True)
         if found.result == "not_found":
             return msgspec.structs.replace(end, outcome="dead")
         success = partial(
@@ -71,6 +71,16 @@ class Visits:
         self._leaving[end.row] = found
         reason = sentence(Reason.MISSING, found.visits, found.needed)
         return success(result="missing", reason=reason)
+
+    def _duplicate_says_removed(self, owner: str) -> bool:
+        """Return True if the newest duplicate reports a removal. This visit was also for it."""
+        newest = self._tx.lookup.newest_duplicate(owner)
+        if newest is None:
+            return False
+        try:
+            return gone.says_removed(decode_event(newest.envelope).data)
+        except NewerMessage:
+            return False
 
     def record(self, successes: Sequence[End], now: float) -> None:
         """Record the absent visits, and count URLs that are known from now on."""
