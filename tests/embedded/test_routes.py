@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.embedded.test_books import Rig, assert_books_balance
+from tests.embedded.test_books import URL, Rig, assert_books_balance
 from tests.embedded.test_relay import ApartRig
 
 from penstock.engine.routes import LIFETIME, WAIT
@@ -77,6 +77,21 @@ async def test_a_worker_that_serves_the_route_makes_the_events_due_at_its_start(
     assert await waits(rig) == {"route:pool=office": 1}
     assert sorted(e.id for _, e, _, _ in await second.start()) == ids
     assert await second.engine.routes.announce() == 0
+
+
+async def test_a_message_of_another_program_is_made_due_although_its_key_is_no_host(
+    tmp_path: Path,
+) -> None:
+    rig = ApartRig(tmp_path)
+    event = msgspec.structs.replace(event_of(URL, id_="x1"), route=Route(pool="home"))
+    body = encode_event(event)
+    await rig.line.publish([Out(topic="requests", id="x1", key="customer 7", body=body)])
+    assert await rig.start() == []
+    assert await waits(rig) == {CAUSE: 1}
+    second = worker_with(rig, HOME)
+    assert await second.engine.routes.announce() == 1
+    await wait(second, 1.0)
+    await second.start("x1")
 
 
 async def test_a_worker_leaves_an_event_to_a_live_worker_that_serves_its_route(rig: Rig) -> None:

@@ -117,11 +117,11 @@ class Routes:
         partitioned = caps.lease == "connection" and caps.order_per_key == "native"
         hold = PARTITIONED_HOLD if partitioned else 0.0
         rows = tx.maintenance.some_waiting_for(cause, BATCH, due_before=now + WAIT - hold)
-        positions: defaultdict[str, list[int]] = defaultdict(list)
-        for _, host, position in rows:
-            positions[host].append(position)
+        messages: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+        for n, host, position in rows:
+            messages[host].append((n, position))
         tx.maintenance.make_due([n for n, _, _ in rows], now)
-        for host, some in positions.items():
+        for host, some in messages.items():
             tx.queue.make_due(TOPIC, GROUP, host, some)
         return len(rows)
 
