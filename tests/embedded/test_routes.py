@@ -149,6 +149,9 @@ async def test_an_event_that_waits_for_a_route_ends_at_max_age(rig: Rig) -> None
     (begun,) = await first.start("e1")
     await first.die(begun, "there is no proxy pool 'home'")
     assert (rig.status("e1"), await waits(rig)) == ("dead", {})
+    assert await first.dead_letters.redrive(["e1"]) == 1
+    assert await first.start() == []
+    assert await waits(rig) == {CAUSE: 1}, "the age of a redriven event counts from the redrive"
 
 
 async def test_an_accepted_event_with_render_waits_for_a_renderer(rig: Rig) -> None:

@@ -46,7 +46,8 @@ class RouteGate:
         if self._fleet is None:
             self._fleet = list(self._tx.routes.served().values())
         elsewhere = any(serves(pools, route) for pools in self._fleet)
-        ends = state.accepted_at + s.max_age if s.max_age and not elsewhere else math.inf
+        accepted = e.accepted_at or state.accepted_at  # a redrive renews only that of the envelope
+        ends = accepted + s.max_age if s.max_age and not elsewhere else math.inf
         if ends <= now:
             return None  # too old to wait: the fetch fails, and the event ends dead
         until = min(now + WAIT, ends)
