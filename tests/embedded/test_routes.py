@@ -12,7 +12,7 @@ from tests.embedded.test_relay import ApartRig
 from penstock.engine.routes import LIFETIME, WAIT
 from penstock.model import Route, encode_event
 from penstock.operate.waiting import stuck_in, waits_in
-from penstock.ports import Out
+from penstock.ports import Out, Transaction
 from penstock.rules.events import event_of
 from penstock.rules.routes import ServedPool
 
@@ -77,6 +77,25 @@ async def test_a_worker_that_serves_the_route_makes_the_events_due_at_its_start(
     assert await waits(rig) == {"route:pool=office": 1}
     assert sorted(e.id for _, e, _, _ in await second.start()) == ids
     assert await second.engine.routes.announce() == 0
+
+
+async def test_a_worker_finds_the_events_of_its_route_behind_many_paused_hosts(
+    tmp_path: Path,
+) -> None:
+    rig = Rig(tmp_path)
+    events = [event_of(f"https://h{n}.test/", id_=f"h{n}") for n in range(1001)]
+    await rig.lifecycle.accept(events)
+
+    def delay(tx: Transaction) -> None:
+        now = rig.clock.now()
+        for id_, state in tx.lookup.states([e.id for e in events]).items():
+            event = event_of(f"https://{id_}.test/", id_=id_)
+            tx.events.delay(event, state, now + WAIT, "", now, waits_for=f"host:{id_}.test")
+
+    await rig.uow.write(delay)
+    await rig.accept("e1", route=Route(pool="home"))
+    await rig.admit([d for d in await rig.receive(2000) if d.id == "e1"])
+    assert await worker_with(rig, HOME).engine.routes.announce() == 1
 
 
 async def test_a_message_of_another_program_is_made_due_although_its_key_is_no_host(

@@ -13,7 +13,7 @@ from penstock.errors import StoreUnavailable
 from penstock.model import Event, Outcome, Reason, Retry
 from penstock.ports import Clock, Durability, EventState, Topics, Transaction, UnitOfWork
 from penstock.rules.reasons import sentence
-from penstock.rules.routes import ServedPool, cause_of, describe, route_of, serves
+from penstock.rules.routes import ROUTE, ServedPool, cause_of, describe, route_of, serves
 
 HEARTBEAT = 5.0  # seconds between two announcements
 LIFETIME = 4 * HEARTBEAT  # seconds after which a worker without an announcement serves nothing
@@ -108,7 +108,7 @@ class Routes:
         return released
 
     def _served_causes(self, tx: Transaction) -> list[str]:
-        routes = {cause: route_of(cause) for cause in tx.maintenance.causes()}
+        routes = {cause: route_of(cause) for cause in tx.maintenance.causes(ROUTE)}
         return [c for c, route in routes.items() if route and serves(self._pools, route)]
 
     def _release(self, cause: str, tx: Transaction) -> int:
