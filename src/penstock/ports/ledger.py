@@ -109,7 +109,7 @@ class Events(Protocol):
         """
 
     def mark_duplicate(self, event: Event, was: EventState, of: str, now: float) -> None:
-        """End an event as the duplicate of the event `of`."""
+        """End an event as the duplicate of the event `of`. Its own duplicates follow it."""
 
     def reassign_duplicates(self, owner: str, to: str) -> None:
         """Make the duplicates of the event `owner` duplicates of the event `to`."""
