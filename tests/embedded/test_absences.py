@@ -11,6 +11,7 @@ import pytest
 from tests.embedded.test_books import Begun, Rig, assert_books_balance, record
 from tests.embedded.test_message_versions import newer_release
 
+from penstock.engine import gone as removing
 from penstock.model import Record, page_id
 from penstock.ports import End, PageMeta
 from penstock.rules.gone import HOUR, Limits
@@ -270,6 +271,25 @@ async def test_a_removal_that_is_reported_after_the_get_is_visited_later(
     await end_absent(rig, begun, 404)
     assert await rig.engine.removals.settle(idle=True)
     assert removed(rig) == ["S-0"]
+
+
+async def test_hosts_that_have_not_settled_do_not_hide_other_hosts(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(removing, "HOSTS", 2)
+    hosts = ["a.test", "b.test", "c.test"]
+    for n, host in enumerate(hosts):
+        monkeypatch.setitem(globals(), "HOST", host)
+        await page(rig, n, record(f"S-{n}"))
+    await absent(rig, 2)
+    rig.clock.advance(60.0)
+    for n, host in enumerate(hosts[:2]):
+        monkeypatch.setitem(globals(), "HOST", host)
+        await absent(rig, n)
+    assert [await rig.engine.removals.settle() for _ in range(2)] == [False, True]
+    assert removed(rig) == ["S-2"]
+    assert await rig.engine.removals.settle(idle=True)
+    assert sorted(removed(rig)) == ["S-0", "S-1", "S-2"]
 
 
 async def test_an_older_worker_leaves_the_removal_of_a_newer_event_to_newer_workers(

@@ -127,19 +127,27 @@ class Removals:
         self, uow: UnitOfWork, write: WriteRecords, settings: LifecycleSettings, *, clock: Clock
     ) -> None:
         self._uow, self._write, self._settings, self._clock = uow, write, settings, clock
+        # The next call continues after this host, so that hosts that have not settled do not hide
+        # the others.
+        self._after = ""
 
     async def settle(self, *, idle: bool = False) -> bool:
         """Decide about waiting removals. Return True if records were removed.
 
-        `idle` is True if no event is open. Called once a second.
+        `idle` is True if no event is open. Then all hosts are decided. Called once a second.
         """
         removed = False
-        for host in await self._uow.read(lambda tx: tx.absences.leaving_hosts(HOSTS)):
-            while n := await self._uow.write(partial(self._settle_host, host, idle)):
-                removed = True
-                if n < BATCH:
-                    break
-        return removed
+        after = "" if idle else self._after
+        while True:
+            hosts = await self._uow.read(partial(_leaving_hosts, after))
+            for host in hosts:
+                while n := await self._uow.write(partial(self._settle_host, host, idle)):
+                    removed = True
+                    if n < BATCH:
+                        break
+            after = self._after = hosts[-1] if len(hosts) == HOSTS else ""
+            if not (idle and after):
+                return removed
 
     def _settle_host(self, host: str, idle: bool, tx: Transaction) -> int:
         """Return the number of URLs whose records were removed."""
@@ -177,3 +185,7 @@ class Removals:
         for topic, count in counts.items():
             tx.counters.add(topic, count)
         return len(readable)
+
+
+def _leaving_hosts(after: str, tx: Transaction) -> Sequence[str]:
+    return tx.absences.leaving_hosts(after, HOSTS)
