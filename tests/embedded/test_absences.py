@@ -9,7 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 from tests.embedded.test_books import Begun, Rig, assert_books_balance, record
+from tests.embedded.test_message_versions import newer_release
 
+from penstock.engine import gone as removing
 from penstock.model import Record, page_id
 from penstock.ports import End, PageMeta
 from penstock.rules.gone import HOUR, Limits
@@ -64,9 +66,13 @@ async def page(rig: Rig, n: int, *records: Record, **more: Any) -> None:
 
 async def absent(rig: Rig, n: int, status: int = 410, **more: Any) -> End:
     """Visit page `n`, which answers 404 or 410."""
+    return await end_absent(rig, await start(rig, n, **more), status)
+
+
+async def end_absent(rig: Rig, begun: Begun, status: int) -> End:
     return await end(
         rig,
-        await start(rig, n, **more),
+        begun,
         outcome="absent",
         response_status=status,
         reason=f"HTTP {status}",
@@ -218,6 +224,88 @@ async def test_known_urls_are_counted_once_until_they_are_gone_or_forgotten(rig:
     await rig.uow.write(lambda tx: tx.maintenance.prune(rig.clock.now(), lambda key, id_: False))
     assert rig.sql("SELECT count(*) FROM event") == [(0,)]
     assert known(rig) == 0
+
+
+async def test_a_forced_visit_of_a_missing_page_does_not_count_its_url_again(rig: Rig) -> None:
+    await shop(rig, 1)
+    assert (await absent(rig, 0, 404)).result == "missing"
+    await page(rig, 0, record("S-0"), force=True)
+    assert known(rig) == 1
+    await absent(rig, 0)
+    await rig.engine.removals.settle(idle=True)
+    await page(rig, 0, record("S-0"), force=True)
+    assert known(rig) == 1
+
+
+REMOVED: list[dict[str, Any]] = [{"change": "removed"}, {"_cdc": {"op": "d"}}]
+
+
+@pytest.mark.parametrize("data", REMOVED, ids=["sitemap", "table"])
+async def test_a_duplicate_that_reports_the_removal_counts_for_its_owners_visit(
+    tmp_path: Path, data: dict[str, Any]
+) -> None:
+    rig = Rig(tmp_path, window=60.0, settle=2.0, keys=KEYS, gone=LIMITS)
+    await page(rig, 0, record("S-0"))
+    rig.clock.advance(100.0)
+    await rig.accept("update", url=url(0))
+    await rig.accept("delete", url=url(0), data=data)
+    (begun,) = await rig.start("update")
+    assert rig.status("delete") == "duplicate"
+    await end_absent(rig, begun, 404)
+    assert await rig.engine.removals.settle(idle=True)
+    assert removed(rig) == ["S-0"]
+
+
+@pytest.mark.parametrize("data", REMOVED, ids=["sitemap", "table"])
+async def test_a_removal_that_is_reported_after_the_get_is_visited_later(
+    tmp_path: Path, data: dict[str, Any]
+) -> None:
+    rig = Rig(tmp_path, window=60.0, settle=2.0, keys=KEYS, gone=LIMITS)
+    await page(rig, 0, record("S-0"))
+    rig.clock.advance(1.0)
+    await rig.accept("delete", url=url(0), data=data)
+    assert await rig.start() == []
+    assert rig.status("delete") == "delayed"
+    rig.clock.advance(60.0)
+    (begun,) = await rig.start("delete")
+    await end_absent(rig, begun, 404)
+    assert await rig.engine.removals.settle(idle=True)
+    assert removed(rig) == ["S-0"]
+
+
+async def test_hosts_that_have_not_settled_do_not_hide_other_hosts(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(removing, "HOSTS", 2)
+    hosts = ["a.test", "b.test", "c.test"]
+    for n, host in enumerate(hosts):
+        monkeypatch.setitem(globals(), "HOST", host)
+        await page(rig, n, record(f"S-{n}"))
+    await absent(rig, 2)
+    rig.clock.advance(60.0)
+    for n, host in enumerate(hosts[:2]):
+        monkeypatch.setitem(globals(), "HOST", host)
+        await absent(rig, n)
+    assert [await rig.engine.removals.settle() for _ in range(2)] == [False, True]
+    assert removed(rig) == ["S-2"]
+    assert await rig.engine.removals.settle(idle=True)
+    assert sorted(removed(rig)) == ["S-0", "S-1", "S-2"]
+
+
+async def test_an_older_worker_leaves_the_removal_of_a_newer_event_to_newer_workers(
+    rig: Rig,
+) -> None:
+    await shop(rig, 2)
+    with newer_release():
+        await absent(rig, 0)
+    await absent(rig, 1)
+    assert await rig.engine.removals.settle(idle=True)
+    assert removed(rig) == ["S-1"]
+    assert not await rig.engine.removals.settle(idle=True)
+    with newer_release():
+        assert await rig.engine.removals.settle(idle=True)
+    assert removed(rig) == ["S-1", "S-0"]
+    assert_books_balance(rig)
 
 
 async def test_retention_keeps_the_events_of_waiting_removals(rig: Rig) -> None:

@@ -31,6 +31,7 @@ from penstock.model import REMOVED, Event, Link, Record, decode_event, encode_ev
 from penstock.pages.segments import SegmentStore
 from penstock.ports import Accepted, Admitted, Delivery, End, Out, PageMeta, Row, TopicSpec
 from penstock.rules import pace
+from penstock.rules.dependencies import dependencies
 from penstock.rules.events import event_of
 from penstock.runtime.assembly import Assembly
 from penstock.stores.sqlite import Database
@@ -833,6 +834,28 @@ async def test_an_event_that_arrives_while_its_owner_waits_for_a_retry_is_a_dupl
     await rig.accept("e2")
     assert await rig.start() == []
     assert rig.row("e2")["duplicate_of"] == "e1"
+
+
+async def test_newer_data_is_not_hidden_behind_a_duplicate_with_the_data_of_the_owner(
+    rig: Rig,
+) -> None:
+    await rig.accept("e1", data={"price": 10})
+    (begun,) = await rig.start("e1")
+    rig.clock.advance(10.0)
+    await rig.accept("e2", data={"price": 10})
+    assert await rig.start() == []
+    await rig.accept("e3", data={"price": 12})
+    assert await rig.start() == []
+    assert (rig.status("e2"), rig.row("e3")["duplicate_of"]) == ("delayed", "e2")
+    await rig.conclude(begun, "retry", until=rig.clock.now() + 60)
+    rig.clock.advance(55.0)
+    assert await rig.start() == []
+    assert rig.row("e2")["duplicate_of"] == "e1"
+    rig.clock.advance(10.0)
+    (begun,) = await rig.start("e1")
+    text = dependencies("product@1#x", url=URL, requested_url=URL, data=begun[1].data)
+    await rig.succeed(begun, extractors=text)
+    assert rig.status("e2", "e3") == "duplicate pending"
 
 
 async def test_drop_mode_makes_a_later_event_within_the_window_a_duplicate(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from penstock.ports import End
 from penstock.rules import breaker
 from penstock.rules.events import event_of
 from penstock.rules.reasons import code_of
+from penstock.rules.waiting import HOST_RECHECK
 
 FEW = breaker.Limits(at_least=3, dead_share=0.5)
 A, B = "a.example", "b.example"
@@ -238,6 +239,23 @@ async def test_a_page_that_is_delayed_after_its_extractor_was_resumed_is_release
     await park_pages(rig, await rig.begin(await rig.admit()))
     assert rig.status(f"e-{A}-0") == "pending"
     assert len(await rig.receive()) == 1
+
+
+async def test_an_event_that_is_delayed_after_its_host_was_resumed_is_tried_again_soon(
+    rig: Rig,
+) -> None:
+    await accept(rig, A, 3)
+    await accept(rig, B, 1)
+    begun = await rig.begin(await rig.admit())
+    for start in begun[:3]:
+        await rig.die(start)
+    domains(rig).resume(A)
+    day = rig.clock.now() + 86400.0
+    # This request was refused before the resume, for example after a redirect to the paused host.
+    await rig.conclude(begun[3], "park", stage="fetch", until=day, waits_for=f"host:{A}")
+    assert rig.status(f"e-{B}-0") == "delayed"
+    rig.clock.advance(HOST_RECHECK + 1.0)
+    await rig.start(f"e-{B}-0")
 
 
 async def test_after_a_topic_is_resumed_its_paused_hosts_do_not_pause_it_again(rig: Rig) -> None:

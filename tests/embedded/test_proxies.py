@@ -240,6 +240,17 @@ async def test_an_exhausted_pool_delays_the_event_and_no_request_is_sent_directl
             assert t.asked == []
 
 
+async def test_an_exhausted_pool_keeps_the_progress_of_a_redirect_chain() -> None:
+    async with Target() as t, Proxy() as a:
+        await a.stop()
+        async with rig(t, {"p": pool(a)}) as r:
+            event = event_of(t.url("/"), id_=new_id(), route=Route(pool="p"))
+            for _ in range(2):
+                with pytest.raises(PoolExhausted) as caught:
+                    await r.stage.fetch(event, None, progress=b"progress")
+                assert caught.value.progress == b"progress"
+
+
 async def test_a_wrong_password_is_a_failure_of_the_proxy_for_http_and_socks() -> None:
     async with Target() as t, Proxy() as http, Proxy("socks5") as socks:
         http.password = socks.password = "changed"
@@ -291,7 +302,7 @@ async def test_a_403_starts_the_cooldown_of_a_proxy_and_a_404_does_not() -> None
     ):
         t.answers["127.0.0.11/x"] = (403, [], "no")
         t.answers["/gone"] = (404, [], "no")
-        assert (await r.fails("/gone", pool="p")).kind is ErrorClass.PERMANENT
+        assert (await r.fails("/gone", pool="p")).kind is ErrorClass.NOT_FOUND
         assert not r.health.view
         failure = await r.fails("/x", pool="p")
         assert (failure.kind, failure.reason) == (ErrorClass.BLOCKED, "HTTP 403")

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.embedded.test_books import Rig, assert_books_balance
+from tests.embedded.test_books import URL, Rig, assert_books_balance
 from tests.embedded.test_relay import ApartRig
 
 from penstock.engine.routes import LIFETIME
 from penstock.model import Route, encode_event
 from penstock.operate.waiting import stuck_in, waits_in
-from penstock.ports import Out
+from penstock.ports import Out, Transaction
 from penstock.rules.events import event_of
 from penstock.rules.routes import ServedPool
 from penstock.rules.waiting import RECHECK
@@ -80,6 +80,40 @@ async def test_a_worker_that_serves_the_route_makes_the_events_due_at_its_start(
     assert await second.engine.routes.announce() == 0
 
 
+async def test_a_worker_finds_the_events_of_its_route_behind_many_paused_hosts(
+    tmp_path: Path,
+) -> None:
+    rig = Rig(tmp_path)
+    events = [event_of(f"https://h{n}.test/", id_=f"h{n}") for n in range(1001)]
+    await rig.lifecycle.accept(events)
+
+    def delay(tx: Transaction) -> None:
+        now = rig.clock.now()
+        for id_, state in tx.lookup.states([e.id for e in events]).items():
+            event = event_of(f"https://{id_}.test/", id_=id_)
+            tx.events.delay(event, state, now + WAIT, "", now, waits_for=f"host:{id_}.test")
+
+    await rig.uow.write(delay)
+    await rig.accept("e1", route=Route(pool="home"))
+    await rig.admit([d for d in await rig.receive(2000) if d.id == "e1"])
+    assert await worker_with(rig, HOME).engine.routes.announce() == 1
+
+
+async def test_a_message_of_another_program_is_made_due_although_its_key_is_no_host(
+    tmp_path: Path,
+) -> None:
+    rig = ApartRig(tmp_path)
+    event = msgspec.structs.replace(event_of(URL, id_="x1"), route=Route(pool="home"))
+    body = encode_event(event)
+    await rig.line.publish([Out(topic="requests", id="x1", key="customer 7", body=body)])
+    assert await rig.start() == []
+    assert await waits(rig) == {CAUSE: 1}
+    second = worker_with(rig, HOME)
+    assert await second.engine.routes.announce() == 1
+    await wait(second, 1.0)
+    await second.start("x1")
+
+
 async def test_a_worker_leaves_an_event_to_a_live_worker_that_serves_its_route(rig: Rig) -> None:
     second = worker_with(rig, HOME)
     await second.engine.routes.announce()
@@ -135,6 +169,9 @@ async def test_an_event_that_waits_for_a_route_ends_at_max_age(rig: Rig) -> None
     (begun,) = await first.start("e1")
     await first.die(begun, "there is no proxy pool 'home'")
     assert (rig.status("e1"), await waits(rig)) == ("dead", {})
+    assert await first.dead_letters.redrive(["e1"]) == 1
+    assert await first.start() == []
+    assert await waits(rig) == {CAUSE: 1}, "the age of a redriven event counts from the redrive"
 
 
 async def test_an_accepted_event_with_render_waits_for_a_renderer(rig: Rig) -> None:

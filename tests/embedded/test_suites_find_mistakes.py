@@ -177,8 +177,8 @@ def fails(suite: type[Any], test: str, directory: Path) -> bool:
         pytest.param(
             CLAIMS,
             "penstock.rules.freshness",
-            "if accepted <= claim.began + settle and",
-            "if accepted < claim.began + settle and",
+            "covered = accepted <= claim.began + settle and",
+            "covered = accepted < claim.began + settle and",
             "test_events_are_judged_by_the_settle_time_and_the_window_of_the_owner",
             id="the settle time is too short",
         ),

@@ -456,3 +456,12 @@ def test_output_is_limited_in_bytes_records_and_links(monkeypatch: pytest.Monkey
     monkeypatch.setattr(module, "MAX_LINKS", 5)
     assert extracted(forever({})).error.startswith("item: more than 5 records")
     assert extracted(forever(Follow("https://x.test/"))).error.startswith("item: more than 5 links")
+
+
+def test_a_record_that_no_sink_takes_is_a_failure_of_its_extractor() -> None:
+    pipeline = Pipeline("shop")
+    pipeline.extract(name="item")(yielding({"sku": "a"}))
+    pipeline.extract(name="listing")(yielding({"sku": "b"}))
+    pipeline.untaken = frozenset({"listing"})
+    out = run(pipeline, Page(URL, b"<b>x</b>"))
+    assert (out.code, out.extractor) == (Reason.NO_SINK, "listing")

@@ -21,6 +21,7 @@ def judge(
     now: float | None = None,
     drop: bool = False,
     other_data: bool = False,
+    removed: bool = False,
 ) -> Verdict:
     return decide(
         claim,
@@ -31,6 +32,7 @@ def judge(
         settle=2.0,
         drop=drop,
         other_data=other_data,
+        removed=removed,
     )
 
 
@@ -137,3 +139,20 @@ def test_an_event_with_other_data_than_an_ended_owner_read_is_a_later_event(
     at = BEGAN + after
     assert judge(claim, accepted=at, other_data=True) == delayed
     assert judge(claim, accepted=at, other_data=True, drop=True) == dropped
+
+
+@pytest.mark.parametrize(
+    ("claim", "after", "verdict"),
+    [
+        (WAITING, -1.0, Duplicate("o")),
+        (FETCHING, -1.0, Duplicate("o")),
+        (FETCHING, 1.0, Delay(BEGAN + 60, True)),
+        (DONE, -1.0, Delay(BEGAN + 60, True)),
+        (DONE, 1.0, Delay(BEGAN + 60, True)),
+        (Claim("o", BEGAN, True, "n"), 1.0, Duplicate("n")),
+    ],
+)
+def test_a_removal_is_a_duplicate_only_of_a_visit_that_considers_it(
+    claim: Claim, after: float, verdict: Verdict
+) -> None:
+    assert judge(claim, accepted=BEGAN + after, removed=True) == verdict

@@ -31,7 +31,7 @@ from penstock.ports import (
     Transaction,
     UnitOfWork,
 )
-from penstock.rules import freshness
+from penstock.rules import freshness, gone
 from penstock.rules.dependencies import read_other_data
 from penstock.rules.fingerprint import fingerprint
 from penstock.rules.reasons import sentence
@@ -274,6 +274,7 @@ class Admission:
             settle=s.settle,
             drop=s.drops(e),
             other_data=claim is not None and read_other_data(claim.extractors, e.data),
+            removed=gone.says_removed(e.data),
         )
 
     def _apply_freshness(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import TypeVar
 
 T = TypeVar("T")
+log = logging.getLogger("penstock.flusher")
 
 
 class BlockingThread:
@@ -44,14 +47,24 @@ class BlockingThread:
         return asyncio.wrap_future(future)
 
     def stop(self, *last: Callable[[], None]) -> None:
-        """End the thread after all earlier calls and then `last`. Does not wait."""
+        """End the thread after all earlier calls and then `last`. Does not wait.
+
+        All of `last` run, also if one of them raises an exception.
+        """
         for work in last:
-            self._calls.put(work)
+            self._calls.put(partial(_try, work))
         self._calls.put(None)
 
     def _run(self) -> None:
         while (perform := self._calls.get()) is not None:
             perform()
+
+
+def _try(work: Callable[[], None]) -> None:
+    try:
+        work()
+    except Exception:
+        log.exception("the last call of a stopped thread failed")
 
 
 def _wrapped(error: BaseException) -> RuntimeError:

@@ -16,7 +16,7 @@ from penstock.ports import Clock, End, Pace, Transaction, UnitOfWork
 from penstock.rules import breaker
 from penstock.rules.dependencies import labels_of
 from penstock.rules.reasons import sentence
-from penstock.rules.waiting import EXTRACTOR, HOST, RECHECK, TOPIC
+from penstock.rules.waiting import EXTRACTOR, HOST, HOST_RECHECK, RECHECK, TOPIC
 
 log = logging.getLogger("penstock.breaker")
 
@@ -57,17 +57,20 @@ class Breakers:
         """Return the ends with the causes that the open breakers give to delays.
 
         A retry at a paused host waits for its host. An event whose extractor was resumed since is
-        released: after the resume, no other step would make it due.
+        released: after the resume, no other step would make it due. An event that waits for a host
+        without an open breaker is tried again soon, because that host may have been resumed too.
         """
         if not any(end.outcome in ("retry", "park") for end in ends):
             return ends
         opened = {b.what for b in tx.breakers.opened()}
-        until = self._clock.now() + RECHECK
-        return [self._with_cause(end, opened, until) for end in ends]
+        now = self._clock.now()
+        return [self._with_cause(end, opened, now) for end in ends]
 
-    def _with_cause(self, end: End, opened: set[str], until: float) -> End:
+    def _with_cause(self, end: End, opened: set[str], now: float) -> End:
         if end.waits_for.startswith(EXTRACTOR) and end.waits_for not in opened:
             return msgspec.structs.replace(end, outcome="release", waits_for="")
+        if end.waits_for.startswith(HOST) and end.waits_for not in opened:
+            return msgspec.structs.replace(end, until=min(end.until, now + HOST_RECHECK))
         host = HOST + end.event.key
         if (
             host in opened
@@ -75,7 +78,7 @@ class Breakers:
             and end.stage == "fetch"
             and not end.waits_for
         ):
-            return msgspec.structs.replace(end, waits_for=host, until=max(end.until, until))
+            return msgspec.structs.replace(end, waits_for=host, until=max(end.until, now + RECHECK))
         return end
 
     def count(

@@ -10,6 +10,7 @@ from typing import TypeAlias
 import msgspec
 
 from penstock.engine.settings import LifecycleSettings
+from penstock.errors import NewerMessage
 from penstock.model import Event, Reason, Record, decode_event
 from penstock.ports import (
     AbsentVisit,
@@ -54,12 +55,12 @@ class Visits:
         if end.outcome != "absent":
             return end
         event = end.event
-        found = gone.judge(
-            limits,
-            past.get(self._url_key(event.url)),
-            status=end.response_status or 0,
-            removed=gone.says_removed(event.data),
+        judge = partial(
+            gone.judge, limits, past.get(self._url_key(event.url)), status=end.response_status or 0
         )
+        found = judge(removed=gone.says_removed(event.data))
+        if found.result == "missing" and self._duplicate_says_removed(event.id):
+            found = judge(removed=True)
         if found.result == "not_found":
             return msgspec.structs.replace(end, outcome="dead")
         success = partial(
@@ -70,6 +71,16 @@ class Visits:
         self._leaving[end.row] = found
         reason = sentence(Reason.MISSING, found.visits, found.needed)
         return success(result="missing", reason=reason)
+
+    def _duplicate_says_removed(self, owner: str) -> bool:
+        """Return True if the newest duplicate reports a removal. This visit was also for it."""
+        newest = self._tx.lookup.newest_duplicate(owner)
+        if newest is None:
+            return False
+        try:
+            return gone.says_removed(decode_event(newest.envelope).data)
+        except NewerMessage:
+            return False
 
     def record(self, successes: Sequence[End], now: float) -> None:
         """Record the absent visits, and count URLs that are known from now on."""
@@ -91,11 +102,12 @@ class Visits:
             self._tx.absences.add_known(Counter(end.event.key for end in self._unknown(first)))
 
     def _unknown(self, ends: Sequence[End]) -> Sequence[End]:
-        """Return ends without an earlier success. A forced event was admitted without one."""
+        """Return ends whose URL is not known. A forced event was admitted without its baseline."""
         forced = [(self._url_key(e.event.url), e.row) for e in ends if e.event.force]
         if not forced:
             return ends
-        known = {key for key, past in self._tx.absences.past(forced).items() if not past.result}
+        past = self._tx.absences.past(forced)
+        known = {key for key, newest in past.items() if gone.is_known(newest)}
         return [e for e in ends if not e.event.force or self._url_key(e.event.url) not in known]
 
 
@@ -115,19 +127,27 @@ class Removals:
         self, uow: UnitOfWork, write: WriteRecords, settings: LifecycleSettings, *, clock: Clock
     ) -> None:
         self._uow, self._write, self._settings, self._clock = uow, write, settings, clock
+        # The next call continues after this host, so that hosts that have not settled do not hide
+        # the others.
+        self._after = ""
 
     async def settle(self, *, idle: bool = False) -> bool:
         """Decide about waiting removals. Return True if records were removed.
 
-        `idle` is True if no event is open. Called once a second.
+        `idle` is True if no event is open. Then all hosts are decided. Called once a second.
         """
         removed = False
-        for host in await self._uow.read(lambda tx: tx.absences.leaving_hosts(HOSTS)):
-            while n := await self._uow.write(partial(self._settle_host, host, idle)):
-                removed = True
-                if n < BATCH:
-                    break
-        return removed
+        after = "" if idle else self._after
+        while True:
+            hosts = await self._uow.read(partial(_leaving_hosts, after))
+            for host in hosts:
+                while n := await self._uow.write(partial(self._settle_host, host, idle)):
+                    removed = True
+                    if n < BATCH:
+                        break
+            after = self._after = hosts[-1] if len(hosts) == HOSTS else ""
+            if not (idle and after):
+                return removed
 
     def _settle_host(self, host: str, idle: bool, tx: Transaction) -> int:
         """Return the number of URLs whose records were removed."""
@@ -147,8 +167,13 @@ class Removals:
     def _remove(self, tx: Transaction, urls: Sequence[Leaving], now: float) -> int:
         removals: list[tuple[RecordsOfEvent, bytes]] = []
         counts: dict[str, Counter[str]] = {}
+        readable = []
         for url in urls:
-            event = decode_event(url.envelope)
+            try:
+                event = decode_event(url.envelope)
+            except NewerMessage:
+                continue  # a worker of the newer release removes its records
+            readable.append(url)
             records = tx.absences.records_of(url, event.url, self._settings.keys)
             visit = PageMeta(
                 page="", url=event.url, status=url.status, headers={}, fetched_at=url.at, size=0
@@ -156,7 +181,11 @@ class Removals:
             removals.append((_Removal(event, url.row, records, visit), url.url_key))
             counts.setdefault(event.topic, Counter()).update({"gone": 1, "missing": -1})
         self._write(tx, removals, counts)
-        tx.absences.mark_gone(urls, sentence(Reason.GONE), now)
+        tx.absences.mark_gone(readable, sentence(Reason.GONE), now)
         for topic, count in counts.items():
             tx.counters.add(topic, count)
-        return len(urls)
+        return len(readable)
+
+
+def _leaving_hosts(after: str, tx: Transaction) -> Sequence[str]:
+    return tx.absences.leaving_hosts(after, HOSTS)

@@ -377,8 +377,11 @@ class RelayedQueue:
     def paused(self) -> dict[str, str]:
         return self._outgoing.paused()
 
-    def make_due(self, topic: str, group: str, key: str, positions: Sequence[int]) -> None:
-        self._outgoing.make_due(topic, key, self._relay.clock.now())
+    def make_due(
+        self, topic: str, group: str, key: str, messages: Sequence[tuple[int, int]]
+    ) -> None:
+        # Not by key: other programs, and delays for newer workers, give messages other keys.
+        self._outgoing.make_due(topic, [row for row, _ in messages], self._relay.clock.now())
 
     def prune(self) -> int:
         """Delete workers without a heartbeat. External brokers delete old messages themselves."""

@@ -13,7 +13,7 @@ from penstock.errors import StoreUnavailable
 from penstock.model import Event, Outcome, Reason, Retry
 from penstock.ports import Clock, Durability, EventState, Topics, Transaction, UnitOfWork
 from penstock.rules.reasons import sentence
-from penstock.rules.routes import ServedPool, cause_of, describe, route_of, serves
+from penstock.rules.routes import ROUTE, ServedPool, cause_of, describe, route_of, serves
 from penstock.rules.waiting import RECHECK
 
 HEARTBEAT = 5.0  # seconds between two announcements
@@ -44,7 +44,8 @@ class RouteGate:
         if self._fleet is None:
             self._fleet = list(self._tx.routes.served().values())
         elsewhere = any(serves(pools, route) for pools in self._fleet)
-        ends = state.accepted_at + s.max_age if s.max_age and not elsewhere else math.inf
+        accepted = e.accepted_at or state.accepted_at  # a redrive renews only that of the envelope
+        ends = accepted + s.max_age if s.max_age and not elsewhere else math.inf
         if ends <= now:
             return None  # too old to wait: the fetch fails, and the event ends dead
         until = min(now + RECHECK, ends)
@@ -105,7 +106,7 @@ class Routes:
         return released
 
     def _served_causes(self, tx: Transaction) -> list[str]:
-        routes = {cause: route_of(cause) for cause in tx.maintenance.causes()}
+        routes = {cause: route_of(cause) for cause in tx.maintenance.causes(ROUTE)}
         return [c for c, route in routes.items() if route and serves(self._pools, route)]
 
     def _release(self, cause: str, tx: Transaction) -> int:
@@ -115,11 +116,11 @@ class Routes:
         partitioned = caps.lease == "connection" and caps.order_per_key == "native"
         hold = PARTITIONED_HOLD if partitioned else 0.0
         rows = tx.maintenance.some_waiting_for(cause, BATCH, due_before=now + RECHECK - hold)
-        positions: defaultdict[str, list[int]] = defaultdict(list)
-        for _, host, position in rows:
-            positions[host].append(position)
+        messages: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+        for n, host, position in rows:
+            messages[host].append((n, position))
         tx.maintenance.make_due([n for n, _, _ in rows], now)
-        for host, some in positions.items():
+        for host, some in messages.items():
             tx.queue.make_due(TOPIC, GROUP, host, some)
         return len(rows)
 

@@ -99,7 +99,7 @@ def run(pipeline: Pipeline, page: Page, *, max_output: int = MAX_OUTPUT) -> Extr
             kind=ErrorClass.PERMANENT.value,
         )
     except _NotTaken:
-        return Extracted(
+        out = Extracted(
             error=sentence(
                 Reason.NO_SINK,
                 extractor.name if extractor else "",

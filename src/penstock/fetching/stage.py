@@ -6,6 +6,7 @@ Opens no sockets, stores nothing and does not retry.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -211,18 +212,22 @@ class FetchStage:
         sleep = sleep or self._clock.sleep
         if event.route.render:
             raise Failure(ErrorClass.PERMANENT, sentence(Reason.RENDER), code=Reason.RENDER)
-        if proxy is not None or not needs_proxy(event.route):
-            return await self._fetch_chain(event, baseline, proxy, sleep, answer, again, progress)
-        if self._proxies is None:
-            proxies.plan({}, event.route, key=event.id)  # raises Failure: there is no pool
-            raise AssertionError
-        return await self._proxies.through(
-            event,
-            turn,
-            lambda dsn: self._fetch_chain(
-                event, baseline, dsn, sleep, again=again, progress=progress
-            ),
+        send = partial(
+            self._fetch_chain, event, baseline, sleep=sleep, again=again, progress=progress
         )
+        try:
+            if proxy is not None or not needs_proxy(event.route):
+                return await send(proxy, answer=answer)
+            if self._proxies is None:
+                proxies.plan({}, event.route, key=event.id)  # raises Failure: there is no pool
+                raise AssertionError
+            return await self._proxies.through(event, turn, send)
+        except Failure as e:
+            # If nothing was sent, for example because the pool is exhausted, the chain is where it
+            # was.
+            if e.kind is ErrorClass.THROTTLED and e.status is None:
+                e.progress = e.progress or progress
+            raise
 
     async def _fetch_chain(
         self,

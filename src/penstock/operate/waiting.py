@@ -87,13 +87,13 @@ def make_due(uow: UnitOfWork, parked: Sequence[Parked], clock: Clock) -> None:
 
 def _make_due(parked: Sequence[Parked], now: float, tx: Transaction) -> None:
     tx.maintenance.make_due([n for n, _, _ in parked], now)
-    by_host: dict[str, list[int]] = {}
-    for _, host, position in parked:
-        by_host.setdefault(host, []).append(position)
+    by_host: dict[str, list[tuple[int, int]]] = {}
+    for n, host, position in parked:
+        by_host.setdefault(host, []).append((n, position))
     known = {name for name, _ in tx.queue_reports.groups()}
     for topic in known.intersection(TOPICS):
-        for host, positions in by_host.items():
-            tx.queue.make_due(topic, GROUP, host, positions)
+        for host, messages in by_host.items():
+            tx.queue.make_due(topic, GROUP, host, messages)
 
 
 # -- extractors ------------------------------------------------------------------------------------

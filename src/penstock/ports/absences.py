@@ -58,8 +58,8 @@ class AbsenceTable(Protocol):
     def add_known(self, hosts: Mapping[str, int]) -> None:
         """Count URLs of these hosts that had their first success."""
 
-    def leaving_hosts(self, limit: int) -> list[str]:
-        """Return hosts with removals that were not decided yet."""
+    def leaving_hosts(self, after: str, limit: int) -> list[str]:
+        """Return the first hosts after `after` with removals that were not decided yet."""
 
     def host(self, host: str, since: float) -> HostAbsences:
         """Return the absent URLs of a host. Counts visits after `since`."""

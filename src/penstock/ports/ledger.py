@@ -109,7 +109,7 @@ class Events(Protocol):
         """
 
     def mark_duplicate(self, event: Event, was: EventState, of: str, now: float) -> None:
-        """End an event as the duplicate of the event `of`."""
+        """End an event as the duplicate of the event `of`. Its own duplicates follow it."""
 
     def reassign_duplicates(self, owner: str, to: str) -> None:
         """Make the duplicates of the event `owner` duplicates of the event `to`."""
@@ -235,8 +235,11 @@ class EventMaintenance(Protocol):
     def waiting_for(self, cause: str) -> list[tuple[int, str, int]]:
         """Return (n, host, position) of the events that wait for this cause."""
 
-    def causes(self) -> list[str]:
-        """Return the causes of `waits`, without the numbers. Reads one row for each cause."""
+    def causes(self, kind: str) -> list[str]:
+        """Return up to 1,000 causes of `waits` that start with `kind`, without the numbers.
+
+        Reads one row for each cause.
+        """
 
     def some_waiting_for(
         self, cause: str, limit: int, *, due_before: float

@@ -57,8 +57,13 @@ class Queue(Protocol):
     def paused(self) -> dict[str, str]:
         """Return the reason for each paused topic."""
 
-    def make_due(self, topic: str, group: str, key: str, positions: Sequence[int]) -> None:
-        """End the delay of these messages of a key now."""
+    def make_due(
+        self, topic: str, group: str, key: str, messages: Sequence[tuple[int, int]]
+    ) -> None:
+        """End the delay of these messages of a key now, and the hold of the key.
+
+        `messages` has the row number of each event, and the position of its message.
+        """
 
     def prune(self) -> int:
         """Delete a part of the messages that no group needs. Return how many."""
@@ -108,8 +113,8 @@ class Outgoing(Protocol):
     def reserve_due(self, now: float, until: float, limit: int) -> list[tuple[int, Out]]:
         """Reserve due messages until a time, and return them."""
 
-    def make_due(self, topic: str, key: str, now: float) -> None:
-        """End the delay of the messages of a key now."""
+    def make_due(self, topic: str, events: Sequence[int], now: float) -> None:
+        """End the delay of the messages of these events now. `events` are row numbers."""
 
     def purge(self, topic: str) -> int:
         """Delete all messages of a topic. Return how many."""

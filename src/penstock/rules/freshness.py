@@ -48,12 +48,15 @@ def decide(
     settle: float,
     drop: bool = False,
     other_data: bool = False,
+    removed: bool = False,
 ) -> Verdict:
     """Decide if the event takes the claim, is a duplicate, or is delayed.
 
     An event accepted before the owner's GET, or within `settle` seconds after it, is a duplicate:
     another GET would return nothing new for it. It is not a duplicate if the extraction of the
-    owner has read event data that differs from the event's own (`other_data`).
+    owner has read event data that differs from the event's own (`other_data`). An event that
+    reports a removal (`removed`) is a duplicate only if the owner has not ended, so that its end
+    considers the report, and if the report came before the GET.
     """
     if claim is None or claim.owner == event_id:
         return Take()
@@ -64,7 +67,11 @@ def decide(
         if not claim.ended:
             return Delay(max(ends, now + BUSY_RECHECK_DELAY), becomes_next=False)
         return Take() if now >= ends else Delay(ends, becomes_next=False)
-    if accepted <= claim.began + settle and not other_data:
+    if removed:
+        covered = accepted <= claim.began and not claim.ended
+    else:
+        covered = accepted <= claim.began + settle and not other_data
+    if covered:
         return Duplicate(claim.owner)
     if claim.ended and now >= ends:
         return Duplicate(claim.next) if claim.next else Take()

@@ -26,6 +26,11 @@ class Past(msgspec.Struct, frozen=True):
     visits: int = 0  # absent visits in a row up to this success
 
 
+def is_known(past: Past) -> bool:
+    """Return True if the URL counts as known. A missing page is known until it is gone."""
+    return past.result != "gone"
+
+
 class Absence(msgspec.Struct, frozen=True):
     """Meaning of an absent visit for its URL.
 

@@ -11,7 +11,7 @@ from penstock.model import Route
 
 ANY_ACCOUNT = "*"
 RENDER = "render"  # the cause of events that wait for a renderer
-_ROUTE = "route:"
+ROUTE = "route:"  # start of the other causes
 _PARTS = ("pool", "geo", "account")
 
 
@@ -57,14 +57,14 @@ def cause_of(route: Route) -> str:
     if route.render:
         return RENDER
     given = [(part, value) for part in _PARTS if (value := getattr(route, part))]
-    return _ROUTE + ",".join(f"{part}={quote(value, safe=' /:@*')}" for part, value in given)
+    return ROUTE + ",".join(f"{part}={quote(value, safe=' /:@*')}" for part, value in given)
 
 
 def route_of(cause: str) -> Route | None:
     """Return the route of a cause that `cause_of` made, or None for any other cause."""
-    if not cause.startswith(_ROUTE):
+    if not cause.startswith(ROUTE):
         return None
-    pairs = (part.partition("=") for part in cause.removeprefix(_ROUTE).split(","))
+    pairs = (part.partition("=") for part in cause.removeprefix(ROUTE).split(","))
     given = {name: unquote(value) for name, _, value in pairs if name in _PARTS}
     return Route(given.get("geo"), given.get("pool"), given.get("account")) if given else None
 

@@ -10,6 +10,9 @@ TOPIC = "topic:"
 # Seconds after which an event that waits for an operator, a route or a budget is tried again. It
 # becomes due earlier when the operator or a worker ends the wait.
 RECHECK = 24 * 3600.0
+# The same for a host without an open breaker. An operator may have paused it, or may have resumed
+# it since the request was refused.
+HOST_RECHECK = 600.0
 APPROVAL = "approval:"
 
 # Kind of cause → a sentence, and the next step. {} is the name after the colon of the cause.

@@ -276,7 +276,9 @@ class PostgresQueue(BoundSqlQueue):
         self.tx.execute("UPDATE topic SET letters=0 WHERE id=?", (t,))
         return int(gone.get)
 
-    def make_due(self, topic: str, group: str, key: str, positions: Sequence[int]) -> None:
+    def make_due(
+        self, topic: str, group: str, key: str, messages: Sequence[tuple[int, int]]
+    ) -> None:
         g, now = self.group(topic, group), self.clock.now()
         self.tx.execute(
             "UPDATE keyq SET next_at=?1 WHERE grp=?2 AND prio BETWEEN 0 AND 2 AND key=?3"
@@ -285,7 +287,7 @@ class PostgresQueue(BoundSqlQueue):
         )
         self.tx.execute(
             "UPDATE queue SET at=?1 WHERE grp=?2 AND seq=ANY(?3::bigint[]) AND state=2 AND at>?1",
-            (now, g.id, bigints(positions)),
+            (now, g.id, bigints([seq for _, seq in messages])),
         )
         self._notifier.defer_notification([topic])
 

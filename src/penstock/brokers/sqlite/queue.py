@@ -381,7 +381,9 @@ class SqliteQueue(SqliteReports):
         self.tx.execute("UPDATE topic SET letters=0 WHERE id=?", (t,))
         return int(deleted)
 
-    def make_due(self, topic: str, group: str, key: str, positions: Sequence[int]) -> None:
+    def make_due(
+        self, topic: str, group: str, key: str, messages: Sequence[tuple[int, int]]
+    ) -> None:
         g, now = self.group(topic, group), self.clock.now()
         self.tx.executemany(
             "UPDATE keyq SET next_at=? WHERE grp=? AND prio=? AND key=? AND next_at>?1",
@@ -389,7 +391,7 @@ class SqliteQueue(SqliteReports):
         )
         self.tx.executemany(
             "UPDATE queue SET at=? WHERE grp=? AND seq=? AND state=2 AND at>?1",
-            [(now, g.id, seq) for seq in positions],
+            [(now, g.id, seq) for _, seq in messages],
         )
 
     # -- history -----------------------------------------------------------------------------------

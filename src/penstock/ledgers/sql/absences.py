@@ -59,12 +59,14 @@ class SqlAbsences(LedgerTable):
         """Add to the numbers of known URLs. In one order everywhere, against deadlocks."""
         self._tx.executemany(_KNOW, sorted(hosts.items()))
 
-    def leaving_hosts(self, limit: int) -> list[str]:
-        """Return hosts with removals that were not decided yet."""
+    def leaving_hosts(self, after: str, limit: int) -> list[str]:
+        """Return hosts with removals that were not decided yet, in order."""
         return [
             host
             for (host,) in self._tx.execute(
-                "SELECT DISTINCT host FROM absent WHERE state='leaving' LIMIT ?", (limit,)
+                "SELECT DISTINCT host FROM absent WHERE state='leaving' AND host>?"
+                " ORDER BY host LIMIT ?",
+                (after, limit),
             )
         ]
 

@@ -209,13 +209,14 @@ class SqlEvents(LedgerTable):
         return True
 
     def mark_duplicate(self, event: Event, was: EventState, of: str, now: float) -> None:
-        """End an event as the duplicate of the event `of`."""
+        """End an event as the duplicate of the event `of`. Its own duplicates follow it."""
         reason = sentence(Reason.DUPLICATE, of)
         self._tx.execute(
             "UPDATE event SET status='duplicate', duplicate_of=?, finished_at=?, reason=?,"
             " waits_for=NULL WHERE n=?",
             (of, now, reason, was.n),
         )
+        self.reassign_duplicates(event.id, of)
         if was.starts:
             self._tx.execute(_FORGET, (was.n,))
         self._record(was.n, now, "duplicate", reason=reason)

@@ -139,15 +139,15 @@ class SqlEventMaintenance(LedgerTable):
             "SELECT n, host, position FROM event WHERE waits_for=?", (cause,)
         ).fetchall()
 
-    def causes(self, limit: int = 1000) -> list[str]:
-        """Return the causes of `waits`, without counting. One index lookup for each."""
+    def causes(self, kind: str, limit: int = 1000) -> list[str]:
+        """Return causes of `waits`, without counting. One index lookup for each."""
         found: list[str] = []
-        after = ""
+        after = kind
         while len(found) < limit:
             after = self._tx.execute(
                 "SELECT min(waits_for) FROM event WHERE waits_for>?", (after,)
             ).get
-            if after is None:
+            if after is None or not after.startswith(kind):
                 break
             found.append(after)
         return found

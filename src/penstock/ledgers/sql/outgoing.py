@@ -80,9 +80,11 @@ class SqlOutgoing(SqlTable):
             for n, topic, id_, key, prio, headers, body in found
         ]
 
-    def make_due(self, topic: str, key: str, now: float) -> None:
-        self._tx.execute(
-            "UPDATE outgoing SET due=? WHERE topic=? AND key=? AND due>?", (now, topic, key, now)
+    def make_due(self, topic: str, events: Sequence[int], now: float) -> None:
+        self._tx.executemany(
+            "UPDATE outgoing SET due=? WHERE id=(SELECT id FROM event WHERE n=?) AND topic=?"
+            " AND due>?",
+            [(now, n, topic, now) for n in events],
         )
 
     def purge(self, topic: str) -> int:
