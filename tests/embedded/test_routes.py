@@ -91,7 +91,7 @@ async def test_a_worker_finds_the_events_of_its_route_behind_many_paused_hosts(
         now = rig.clock.now()
         for id_, state in tx.lookup.states([e.id for e in events]).items():
             event = event_of(f"https://{id_}.test/", id_=id_)
-            tx.events.delay(event, state, now + WAIT, "", now, waits_for=f"host:{id_}.test")
+            tx.events.delay(event, state, now + RECHECK, "", now, waits_for=f"host:{id_}.test")
 
     await rig.uow.write(delay)
     await rig.accept("e1", route=Route(pool="home"))
