@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -76,21 +77,18 @@ def test_a_price_of_an_api_that_changes_twice_ends_in_the_sink(
 def test_a_change_inside_the_freshness_window_replaces_the_older_one(
     project: Project, site: Site
 ) -> None:
-    project.set(dedup_window="4s", dedup_settle="2s")
+    project.set(dedup_window="3s")
     shop = Shop(site)
-    project.write("shop.py", READS_DATA + API.format(base=shop.base))
-    running = project.start("run", "shop.py")
-    wait_for(lambda: project.written() == 1, "the first row")
-    for accepted, price in enumerate((11, 12, 13, 14, 15), 2):
-        shop.price = price
-        wait_for(lambda n=accepted: accepted_events(project) == n, "the event of the new price")
-    wait_for(lambda: prices(project)[-1] == 15, "the last price")
-    wait_for(lambda: open_events(project) == 0, "all ends")
-    running.signal(15)
-    assert running.wait() == 0, running.output
+    lines = [json.dumps({"url": shop.url, "price": price}) for price in range(10, 16)]
+    project.write("prices.jsonl", "\n".join(lines) + "\n")
+    project.write("shop.py", READS_DATA + 'shop.source("seeds:prices.jsonl", name="prices")\n')
+    project.run()
+    assert prices(project)[-1] == 15, "the newest event"
     assert prices(project) == sorted(prices(project))
-    assert len(site.asked("/p/1")) < 6, "events of one window share a request"
-    assert project.total()["duplicate"] >= 1
+    assert len(site.asked("/p/1")) == len(prices(project)) <= 3, "older events share a request"
+    total = project.total()
+    assert (total["success"], total["dead"]) == (len(prices(project)), 0)
+    assert total["success"] + total["duplicate"] == len(lines)
     project.doctor()
 
 
