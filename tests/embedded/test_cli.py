@@ -696,8 +696,11 @@ def test_a_redriven_dead_letter_is_pending_again_with_its_overrides(
         "pending",
     )
     assert shop("doctor").code == 0
-    assert shop("run", "shop.py", "--until-idle").code == 1  # still 404
-    assert shop("dlq", "ls", "--json").json["total"] == 3
+    # No worker serves the new route, so both events wait for one.
+    assert shop("run", "shop.py", "--until-idle").code == 1
+    s = shop("status", "--json").json
+    assert (s["total"]["delayed"], s["total"]["dead"]) == (2, 1)
+    assert [(w["for"], w["events"]) for w in s["waits"]] == [("route:geo=fr", 2)]
     one = shop(
         "dlq", "retry", shop("dlq", "ls", "--all", "--json").json["letters"][0]["event_id"][:12]
     )
