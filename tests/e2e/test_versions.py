@@ -39,6 +39,7 @@ def assert_nothing_lost(project: Project, web: Target) -> None:
     assert web.asked() == {f"/p/{n}": 1 for n in range(web.pages)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", layouts(*LAYOUTS))
 def test_events_of_a_newer_release_wait_for_its_workers_and_none_is_lost_or_dead(
     project: Project, target: Callable[..., Target], server: Server, layout: str
@@ -56,7 +57,7 @@ def test_events_of_a_newer_release_wait_for_its_workers_and_none_is_lost_or_dead
     with newer_release(project):
         new = project.start("run", "shop.py")
         project.push(*web.urls[30:])
-    wait_for(lambda: ended(project) == 40, "all events end", 120.0, every=0.5)
+    wait_for(lambda: ended(project) == 40, "all events end", 600.0, every=0.5)
     assert_nothing_lost(project, web)
     assert old.output.count("newer than version 1") == 1, "it is logged once"
     for running in (old, new):
