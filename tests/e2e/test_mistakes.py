@@ -225,9 +225,9 @@ def database(project: Project) -> Path:
     return project.dir / ".penstock" / "penstock.db"
 
 
-def all_refuse(project: Project, *parts: str) -> None:
+def all_refuse(project: Project, *parts: str, code: int = UNREACHABLE) -> None:
     for args in (("run", "shop.py", "--until-idle"), ("push", "https://example.com/"), ("status",)):
-        refused(project.penstock(*args), UNREACHABLE, *parts)
+        refused(project.penstock(*args), code, *parts)
 
 
 def test_a_store_of_a_newer_release_is_refused_and_not_changed(
@@ -235,17 +235,16 @@ def test_a_store_of_a_newer_release_is_refused_and_not_changed(
 ) -> None:
     project.push(site.serve("/p/1", product(1)))
     with sqlite3.connect(database(project)) as c:
-        (part,) = c.execute("SELECT name FROM part ORDER BY name LIMIT 1").fetchone()
-        c.execute("UPDATE part SET version=version+1 WHERE name=?", (part,))
+        c.execute("UPDATE part SET version=version+1 WHERE name='store'")
     c.close()
     before = sorted((p.name, p.read_bytes()) for p in database(project).parent.glob("penstock.db"))
-    all_refuse(project, "newer")
+    all_refuse(project, "newer", code=CONFIGURATION)
     assert (
         sorted((p.name, p.read_bytes()) for p in database(project).parent.glob("penstock.db"))
         == before
     )
     with sqlite3.connect(database(project)) as c:
-        c.execute("UPDATE part SET version=version-1 WHERE name=?", (part,))
+        c.execute("UPDATE part SET version=version-1 WHERE name='store'")
     c.close()
     project.run()
     assert len(project.rows()) == 1, "the accepted event is still there"
