@@ -190,7 +190,9 @@ def test_a_file_size_limit_stops_the_work_and_no_attempt_is_charged(
     project: Project, target: Callable[..., Target]
 ) -> None:
     """The same without a mount: the kernel refuses writes beyond a size for a while."""
-    # Slow enough that pages are left when the limit comes, on a machine that pauses for seconds.
+    # At least 15 s of work, so that pages are left when the limit comes, on a machine that pauses
+    # for seconds.
+    project.set(fetch_concurrency="32", fetch_prefetch="64")
     web = target(pages=2000, delay=0.25)
     project.push(*web.urls)
     running = project.start("run", "shop.py")
