@@ -544,6 +544,56 @@ def test_csv_fields_beyond_max_columns_are_stored_as_json_with_a_notice(tmp_path
     assert "max_columns" in sink.notice
 
 
+FORMULAS = [
+    ("=1+1", "'=1+1"),
+    ("+1+cmd|' /C calc'!A0", "'+1+cmd|' /C calc'!A0"),
+    ("-2+3", "'-2+3"),
+    ("@SUM(A1)", "'@SUM(A1)"),
+    ("\t=1", "'\t=1"),
+    ("\r=1", "'\r=1"),
+    ("\n=1", "'\n=1"),
+    ("\uff1d1+1", "'\uff1d1+1"),
+    ("-5", "-5"),
+    ("+4.50", "+4.50"),
+    ("-1,234.5", "-1,234.5"),
+    ("-5\n", "'-5\n"),
+    ("a=1", "a=1"),
+    ("", ""),
+    (-5, "-5"),
+    ({"=a": "=b"}, '{"=a":"=b"}'),
+]
+
+
+@pytest.mark.parametrize(("value", "cell"), FORMULAS)
+def test_formulas_escape_writes_an_apostrophe_before_a_formula(
+    tmp_path: Path, value: Any, cell: str
+) -> None:
+    sink = open_csv(tmp_path, {"formulas": "escape"})
+    write_csv(sink, 0, sink.open(0, ""), [row(1, value=value)])
+    sink.close()
+    assert cells(sink.path)[0]["value"] == cell
+
+
+def test_formulas_escape_covers_names_and_keys_and_loses_no_field(tmp_path: Path) -> None:
+    sink = open_csv(tmp_path, {"formulas": "escape"})
+    write_csv(sink, 0, sink.open(0, ""), [row(1, "=k", **{"=a": 1, "'=a": 2, "=b": 3})])
+    sink.close()
+    [found] = cells(sink.path)
+    assert found["_penstock_key"] == "'=k"
+    assert (found["'=a"], found["'=b"]) == ("2", "3")
+    assert json.loads(found["_penstock_rest"]) == {"=a": 1}
+    assert not any(name.startswith("=") for name in found)
+
+
+def test_csv_keeps_formulas_by_default_and_refuses_an_unknown_choice(tmp_path: Path) -> None:
+    sink = open_csv(tmp_path)
+    write_csv(sink, 0, sink.open(0, ""), [row(1, value="=1+1")])
+    sink.close()
+    assert cells(sink.path)[0]["value"] == "=1+1"
+    with pytest.raises(ConfigError, match="formulas"):
+        open_csv(tmp_path, {"formulas": "drop"})
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(RECORDS, min_size=1, max_size=3), max_size=5))
 def test_any_record_written_to_csv_is_read_back(

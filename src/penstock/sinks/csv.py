@@ -1,8 +1,8 @@
 """Records as CSV (RFC 4180) in one file, in the order of the outbox. A new field adds a column.
 
 Cells have the extracted values, unchanged and without types. A spreadsheet treats a cell that
-begins with `=`, `+`, `-` or `@` as a formula. The user of the spreadsheet must handle that:
-changing it here would change the data.
+begins with `=`, `+`, `-` or `@` as a formula. By default the sink keeps such a cell, because a
+change would change the data. With `formulas = "escape"` it writes an apostrophe before the cell.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ import contextlib
 import csv
 import io
 import os
+import re
 import stat
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.config import units
+from penstock.config.options import read_option
 from penstock.errors import Unreachable
 from penstock.ports import Reopen, Row
 from penstock.sinks.append_file import AppendingSink, Mark, read_mark, sync_directory
@@ -32,14 +35,19 @@ from penstock.sinks.common import (
 
 _HEADER_LIMIT = 4 << 20  # bytes
 
+# Spreadsheets read a cell as a formula if its first character is one of these. Some of them first
+# remove a tab or a line break, or accept the full-width forms. A plain number is not a formula.
+_FORMULA = re.compile(r"(?![+-]?\d[\d.,]*\Z)[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")
+
 
 class CsvSink(AppendingSink):
     """CSV sink."""
 
-    def __init__(self, name: str, path: Path, max_columns: int) -> None:
+    def __init__(self, name: str, path: Path, max_columns: int, *, escape_formulas: bool) -> None:
         super().__init__(name, path)
         self._columns: tuple[str, ...] = ()
         self._max_columns = max_columns
+        self._escape_formulas = escape_formulas
 
     def open(self, position: int, mark: str) -> str:
         self.notice = ""
@@ -74,6 +82,8 @@ class CsvSink(AppendingSink):
     def write(self, rows: Sequence[Row]) -> str:
         self._file.check()
         flats = [flatten(row.body) for row in rows]
+        if self._escape_formulas:
+            flats = [_escaped(flat) for flat in flats]
         columns = self._columns_for(flats)
         if self._columns and columns != self._columns:
             self._widen(columns)
@@ -200,10 +210,34 @@ def _cell(value: Any) -> Any:
     return json_text(value)  # numbers, true, false, and nested values
 
 
+def _escaped(flat: Flat) -> Flat:
+    """Return the row without formulas, in its values and in its names of columns.
+
+    A field whose escaped name is also the name of another field moves to the rest.
+    """
+    fields, rest = dict[str, Any](), dict(flat.rest)
+    for name, value in flat.fields.items():
+        column = _text(name)
+        if column != name and column in flat.fields:
+            rest[name] = value
+        else:
+            fields[column] = _text(value)
+    provenance = {name: _text(value) for name, value in flat.provenance.items()}
+    return flat._replace(fields=fields, provenance=provenance, rest=rest)
+
+
+def _text(value: Any) -> Any:
+    return f"'{value}" if isinstance(value, str) and _FORMULA.match(value) else value
+
+
 def open_sink(url: str, options: Mapping[str, Any], base: Path) -> CsvSink:
     """Create the sink of `csv:products.csv`. Opens no file yet.
 
     Raise ConfigError if the URL or an option is not valid.
     """
-    path, given = file_url(url, options, base, scheme="csv", known=("max_columns",))
-    return CsvSink(url, path, option_max_columns(url, given, limit=16_384))
+    path, given = file_url(url, options, base, scheme="csv", known=("max_columns", "formulas"))
+    formulas = read_option(
+        f"sink {url!r}", "formulas", given.get("formulas", "keep"), units.choices("keep", "escape")
+    )
+    max_columns = option_max_columns(url, given, limit=16_384)
+    return CsvSink(url, path, max_columns, escape_formulas=formulas == "escape")
