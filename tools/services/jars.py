@@ -112,6 +112,7 @@ def _maven(arguments: Sequence[str]) -> None:
         "-B",
         "-q",
         "-ntp",
+        "-C",  # fails if the checksum of a file is wrong. Without it Maven only warns.
         *arguments,
     ]
     done = subprocess.run(
