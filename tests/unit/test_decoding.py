@@ -14,7 +14,14 @@ import brotli
 import pytest
 import zstandard
 
-from penstock.net.decoding import BrokenCoding, DecodedTooLarge, Decoder, TooManyCodings, codings
+from penstock.net.decoding import (
+    MAX_MEMBERS,
+    BrokenCoding,
+    DecodedTooLarge,
+    Decoder,
+    TooManyCodings,
+    codings,
+)
 
 LIMIT = 16 << 20
 
@@ -182,10 +189,87 @@ def test_more_than_two_codings_are_refused() -> None:
 def test_a_decoder_is_freed_without_the_garbage_collector(names: tuple[str, ...]) -> None:
     """The garbage collector runs rarely. Thousands of decoders would wait for it."""
     decoder = Decoder(names, 1 << 20)
-    gone = weakref.ref(decoder._stages[0]), weakref.ref(decoder)
+    gone = weakref.ref(decoder._last), weakref.ref(decoder)
     gc.disable()
     try:
         del decoder
         assert [reference() for reference in gone] == [None, None]
     finally:
         gc.enable()
+
+
+_EMPTY = {
+    "gzip": gzip.compress(b""),
+    "zstd": zstandard.ZstdCompressor(write_content_size=False).compress(b""),
+    "skipped": b"\x50\x2a\x4d\x18\x00\x00\x00\x00",  # a zstd frame that decoders skip
+}
+
+
+@pytest.mark.parametrize(
+    ("names", "empty"),
+    [(("gzip",), "gzip"), (("zstd",), "zstd"), (("zstd",), "skipped")],
+    ids=["gzip", "zstd", "skipped"],
+)
+@pytest.mark.parametrize("chunk", [7, 16384, 1 << 22])
+def test_the_number_of_members_is_limited(names: tuple[str, ...], empty: str, chunk: int) -> None:
+    body = ENCODE[names[0]](b"x")
+    most = _EMPTY[empty] * (MAX_MEMBERS - 1) + body
+    assert decode(names, most, chunk=chunk) == b"x"
+    with pytest.raises(DecodedTooLarge, match=f"{MAX_MEMBERS} (gzip members|zstd frames)"):
+        decode(names, _EMPTY[empty] + most, chunk=chunk)
+
+
+@pytest.mark.parametrize("outer", ENCODE)
+@pytest.mark.parametrize("inner", ["gzip", "zstd"])
+def test_the_number_of_members_inside_another_coding_is_limited(inner: str, outer: str) -> None:
+    with pytest.raises(DecodedTooLarge, match=f"{MAX_MEMBERS} "):
+        decode((inner, outer), ENCODE[outer](_EMPTY[inner] * 838_000), limit=64 << 20)
+
+
+@pytest.mark.parametrize("outer", ENCODE)
+def test_bytes_between_two_codings_count_against_the_limit(outer: str) -> None:
+    body = random.Random(3).randbytes(500_000)
+    data = ENCODE[outer](gzip.compress(body))
+    assert decode(("gzip", outer), data, limit=1_010_000) == body
+    with pytest.raises(DecodedTooLarge, match="900000 bytes"):
+        decode(("gzip", outer), data, limit=900_000)
+
+
+@pytest.mark.parametrize("outer", ENCODE)
+def test_few_bytes_cannot_become_many_between_two_codings(outer: str) -> None:
+    name = b"\x1f\x8b\x08\x08" + bytes(6) + b"n" * (12 << 20)  # a gzip header with a long file name
+    with pytest.raises(DecodedTooLarge, match="bytes between two content codings"):
+        decode(("gzip", outer), ENCODE[outer](name))
+
+
+@pytest.mark.parametrize(
+    ("names", "window"), [(("gzip",), 0), (("br",), 12 << 20), (("zstd",), 8 << 20)], ids=str
+)
+def test_the_windows_of_decoders_count_as_memory(names: tuple[str, ...], window: int) -> None:
+    decoder = Decoder(names, LIMIT)
+    decoder.feed(ENCODE[names[0]](bytes(12 << 20)))
+    assert decoder.size == 12 << 20
+    assert window <= decoder.held_bytes - decoder.size <= window + (64 << 10)
+
+
+def test_a_window_between_two_codings_counts_as_memory() -> None:
+    decoder = Decoder(("gzip", "br"), LIMIT)
+    header = b"\x1f\x8b\x08\x08" + bytes(6) + b"n" * 1_000_000  # without output
+    decoder.feed(brotli.compress(header))
+    assert decoder.size == 0
+    assert decoder.held_bytes > 1_000_000
+
+
+@pytest.mark.parametrize("names", [*((n,) for n in ENCODE), ("gzip", "br"), ("br", "zstd")])
+def test_each_step_of_a_decoder_has_a_small_output(names: tuple[str, ...]) -> None:
+    data = bytes(8 << 20)
+    for name in names:
+        data = ENCODE[name](data)
+    decoder = Decoder(names, LIMIT)
+    done, before, steps = decoder.start(data), decoder.size, 1
+    while not done:
+        done = decoder.proceed()
+        assert decoder.size - before <= 1 << 19
+        before, steps = decoder.size, steps + 1
+    assert decoder.finish() == bytes(8 << 20)
+    assert steps >= 16

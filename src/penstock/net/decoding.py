@@ -22,15 +22,27 @@ _inflater = _zlib.decompressobj
 _InflateError: type[Exception] = _zlib.error
 ACCEPT_ENCODING = "gzip, deflate, br, zstd"
 MAX_NESTED = 2
-# Bytes that a decoder may output in one call, so that the size limit is checked often enough.
+# Bytes that one step may output, so that limits are checked often. A step takes about 1 ms.
 _STEP = 1 << 18
+# Bytes of input for one step. The decoders of gzip and deflate copy the rest of their input for
+# each member, so the rest must be short.
+_SLICE = 1 << 14
+# Bytes. A brotli block of 465 bytes can need 0.4 ms: 256 trees and a context map of 16384 entries.
+_BROTLI_SLICE = 1 << 12
+_ZSTD_BLOCK = 1 << 17  # bytes of the largest decoded zstd block (RFC 8878)
 _WINDOW = 1 << 23  # bytes of the largest zstd window that RFC 9659 allows
-
-Out = Callable[[bytes], None]
+_BROTLI_WINDOW = 1 << 24  # bytes of the largest brotli window (RFC 7932)
+_STATE = 1 << 15  # bytes of a decoder without its window, rounded
+# gzip members or zstd frames of a body. A member without output costs 20 bytes and 10 µs. Tools
+# that write many members put 64 KiB into each.
+MAX_MEMBERS = 4096
+# Bytes between two nested codings: this number, and 16 for each received byte. They are compressed
+# data, which does not become much smaller when it is compressed again.
+_MIN_BETWEEN, _BETWEEN_RATIO = 1 << 20, 16
 
 
 class DecodedTooLarge(Exception):
-    """More decoded bytes than the limit."""
+    """More decoded bytes or members than the limit. The text is the limit with its unit."""
 
 
 class TooManyCodings(Exception):
@@ -42,138 +54,205 @@ class BrokenCoding(Exception):
 
 
 class _Stage(Protocol):
-    def feed(self, data: bytes) -> None: ...
+    """Decoder of one coding, which works in bounded steps."""
 
-    def end(self) -> None: ...
+    pending: bool  # input or output is left for another step
+
+    def give(self, data: bytes) -> None:
+        """Set the next input. Only allowed if nothing is pending."""
+
+    def step(self) -> bytes:
+        """Decode a bounded part of the input, and return its output, which may be empty."""
+
+    def end(self) -> None:
+        """Raise BrokenCoding if the stream is not complete."""
+
+    def window(self, size: int) -> int:
+        """Return the bytes of history in memory after `size` bytes of output."""
 
 
 class _Inflate:
     """Decodes gzip with several members, zlib, and raw deflate, which some servers send."""
 
-    def __init__(self, out: Out, gzip: bool) -> None:
-        self._out, self._gzip, self._seen = out, gzip, False
+    def __init__(self, gzip: bool) -> None:
+        self.pending, self._members = False, 1
+        self._gzip, self._seen, self._ended = gzip, False, False
+        self._data, self._at = b"", 0
         self._d = _inflater(wbits=31 if gzip else 15)
 
-    def feed(self, data: bytes) -> None:
-        out = self._out
-        while data:
-            d = self._d
-            if d.eof:
-                if not self._gzip or data[:1] != b"\x1f":
-                    return  # padding after the last member, which all browsers ignore
-                d = self._d = _inflater(wbits=31)
-            try:
-                chunk = d.decompress(data, _STEP)
-            except _InflateError as e:
-                if self._gzip or self._seen:
-                    raise BrokenCoding(str(e)) from e
-                d = self._d = _inflater(wbits=-15)
-                self._seen = True
-                continue
-            self._seen = True
-            if chunk:
-                out(chunk)
-            # After a full step the decoder may still hold output, even if it has read all input.
-            data = d.unused_data if d.eof else d.unconsumed_tail
-            if not data and not d.eof and len(chunk) == _STEP:
-                self._drain()
+    def give(self, data: bytes) -> None:
+        self._data, self._at, self.pending = data, 0, bool(data) and not self._ended
 
-    def _drain(self) -> None:
-        while not self._d.eof:
-            chunk = self._d.decompress(b"", _STEP)
-            if not chunk:
-                return
-            self._out(chunk)
+    def step(self) -> bytes:
+        data, at, d = self._data, self._at, self._d
+        part = data if not at and len(data) <= _SLICE else memoryview(data)[at : at + _SLICE]
+        if d.eof:
+            if not self._gzip or part[:1] != b"\x1f":
+                # Padding after the last member, which all browsers ignore.
+                self._ended, self.pending = True, False
+                return b""
+            self._members += 1
+            if self._members > MAX_MEMBERS:
+                raise DecodedTooLarge(f"{MAX_MEMBERS} gzip members")
+            d = self._d = _inflater(wbits=31)
+        try:
+            chunk: bytes = d.decompress(part, _STEP)
+        except _InflateError as e:
+            if self._gzip or self._seen:
+                raise BrokenCoding(str(e)) from e
+            self._d, self._seen = _inflater(wbits=-15), True
+            return b""
+        self._seen = True
+        ended = d.eof
+        self._at = at = at + len(part) - len(d.unused_data if ended else d.unconsumed_tail)
+        # After a full step the decoder may still hold output, even if it has read all input.
+        self.pending = at < len(data) or (len(chunk) == _STEP and not ended)
+        return chunk
 
     def end(self) -> None:
         if self._seen and not self._d.eof:
             raise BrokenCoding("it ends in the middle of the stream")
 
+    def window(self, size: int) -> int:
+        return 0  # 32 KiB, part of _STATE
+
 
 class _Brotli:
-    def __init__(self, out: Out) -> None:
-        self._out, self._seen = out, False
+    def __init__(self) -> None:
+        self.pending, self._seen = False, False
+        self._data, self._at = b"", 0
         self._d: Any = brotli.Decompressor()
 
-    def feed(self, data: bytes) -> None:
-        d, out = self._d, self._out
-        if d.is_finished():
-            return
+    def give(self, data: bytes) -> None:
+        self._data, self._at = data, 0
+        self.pending = bool(data) and not self._d.is_finished()
+
+    def step(self) -> bytes:
+        d, at, part = self._d, self._at, b""
         self._seen = True
         try:
-            chunk = d.process(data, output_buffer_limit=_STEP)
-            if chunk:
-                out(chunk)
+            if d.can_accept_more_data():
+                part = self._data[at : at + _BROTLI_SLICE]
+                self._at = at = at + len(part)
+            chunk: bytes = d.process(part, output_buffer_limit=_STEP)
+            if d.is_finished():
+                self.pending = False
+                return chunk
             # `can_accept_more_data` is about input only. After a full step, output may be left.
-            while len(chunk) >= _STEP or not d.can_accept_more_data():
-                chunk = d.process(b"", output_buffer_limit=_STEP)
-                if chunk:
-                    out(chunk)
+            full = len(chunk) >= _STEP or not d.can_accept_more_data()
         except brotli.error as e:
             raise BrokenCoding(str(e)) from e
+        if full and not part and not chunk:
+            raise BrokenCoding("the decoder makes no progress")
+        self.pending = full or at < len(self._data)
+        return chunk
 
     def end(self) -> None:
         if self._seen and not self._d.is_finished():
             raise BrokenCoding("it ends in the middle of the stream")
 
+    def window(self, size: int) -> int:
+        return min(size, _BROTLI_WINDOW)
+
+
+# Parts of a zstd stream (RFC 8878).
+_MAGIC, _SKIP_SIZE, _DESCRIPTOR, _BLOCK_HEAD, _CONTENT = range(5)
+_PART_BYTES = {_MAGIC: 4, _SKIP_SIZE: 4, _DESCRIPTOR: 1, _BLOCK_HEAD: 3}
+
 
 class _Zstd:
-    """Decodes zstd with the writer of python-zstandard.
+    """Decodes zstd block by block.
 
-    The writer outputs bounded blocks, so an exception from `out` stops a bomb inside one call.
+    python-zstandard cannot limit the output of a call. A block has at most 128 KiB of output, so
+    this class finds the ends of blocks, and gives the library only a few blocks at a time.
     """
 
-    _PROBE = zstandard.ZstdCompressor().compress(b"\x00probe\x00")
-
-    def __init__(self, out: Out) -> None:
-        self._blocks, self._seen = _Blocks(out), False
-        self._w = zstandard.ZstdDecompressor(max_window_size=_WINDOW).stream_writer(
-            self._blocks,  # type: ignore[arg-type]
-            write_size=_STEP,
-            closefd=False,
+    def __init__(self) -> None:
+        self.pending, self._frames = False, 0
+        self._data, self._at = b"", 0
+        # The current part, the number of its bytes that have not arrived, and those that have.
+        # Content (of a header, a block or a skipped frame) is not kept. `_after` follows it.
+        self._part, self._missing, self._head, self._after = _MAGIC, 4, b"", _MAGIC
+        self._checksum = 0  # bytes of the current frame's checksum
+        self._d: Any = zstandard.ZstdDecompressor(max_window_size=_WINDOW).decompressobj(
+            write_size=_STEP, read_across_frames=True
         )
 
-    def feed(self, data: bytes) -> None:
-        self._seen = True
+    def give(self, data: bytes) -> None:
+        self._data, self._at, self.pending = data, 0, bool(data)
+
+    def step(self) -> bytes:
+        data, begin = self._data, self._at
+        at, end = begin, min(len(data), begin + _SLICE)
+        output = 0  # the most bytes that the blocks of this step can have
+        while at < end and output <= _STEP - _ZSTD_BLOCK:
+            size = min(self._missing, end - at)
+            if self._part != _CONTENT:
+                self._head += data[at : at + size]
+            at += size
+            self._missing -= size
+            while not self._missing:
+                output += self._end_part()
+        self._at, self.pending = at, at < len(data)
         try:
-            self._w.write(data)
+            part = data if at - begin == len(data) else data[begin:at]
+            chunk: bytes = self._d.decompress(part)
         except zstandard.ZstdError as e:
             raise BrokenCoding(str(e)) from e
+        return chunk
+
+    def _end_part(self) -> int:
+        """Find the part after a complete one. Return the largest output of a block that begins."""
+        head, part, self._head = self._head, self._part, b""
+        if part == _BLOCK_HEAD:
+            value = int.from_bytes(head, "little")
+            kind, size = value >> 1 & 3, value >> 3
+            self._part, self._after, self._missing = _CONTENT, _BLOCK_HEAD, size
+            if value & 1:  # the last block of its frame
+                self._after = _MAGIC
+                self._missing += self._checksum
+            if kind == 1:  # one byte, which is repeated
+                self._missing += 1 - size
+            return _ZSTD_BLOCK if kind == 2 else min(size, _ZSTD_BLOCK)
+        if part == _CONTENT:
+            self._part = self._after
+        elif part == _MAGIC:
+            self._frames += 1
+            if self._frames > MAX_MEMBERS:
+                raise DecodedTooLarge(f"{MAX_MEMBERS} zstd frames")
+            if head == b"\x28\xb5\x2f\xfd":
+                self._part = _DESCRIPTOR
+            elif head[1:] == b"\x2a\x4d\x18" and head[0] & 0xF0 == 0x50:
+                self._part = _SKIP_SIZE
+            else:
+                raise BrokenCoding("it is not a zstd frame")
+        elif part == _SKIP_SIZE:
+            self._part, self._after = _CONTENT, _MAGIC
+            self._missing = int.from_bytes(head, "little")
+            return 0
+        else:
+            flags = head[0]
+            self._checksum = flags & 4
+            single = flags >> 5 & 1
+            # The window, the dictionary id and the size of the content.
+            self._missing = 1 - single + (0, 1, 2, 4)[flags & 3] + (single, 2, 4, 8)[flags >> 6]
+            self._part, self._after = _CONTENT, _BLOCK_HEAD
+            return 0
+        self._missing = _PART_BYTES[self._part]
+        return 0
 
     def end(self) -> None:
-        # The library does not report if a frame is complete. Only after a complete frame is the
-        # probe decoded correctly.
-        if not self._seen:
-            return
-        self._blocks.out, self._blocks.last = _ignore, b""
-        try:
-            self._w.write(self._PROBE)
-        except zstandard.ZstdError as e:
-            raise BrokenCoding("it ends in the middle of the stream") from e
-        if self._blocks.last != b"\x00probe\x00":
+        if self._part != _MAGIC or self._head:
             raise BrokenCoding("it ends in the middle of the stream")
 
-
-class _Blocks:
-    """File object that the zstd writer writes to."""
-
-    def __init__(self, out: Out) -> None:
-        self.out, self.last = out, b""
-
-    def write(self, data: bytes) -> int:
-        self.last = bytes(data)
-        self.out(self.last)
-        return len(data)
+    def window(self, size: int) -> int:
+        return min(size, _WINDOW)
 
 
-def _ignore(_: bytes) -> None:
-    return None
-
-
-_STAGES: dict[str, Callable[[Out], _Stage]] = {
-    "gzip": lambda out: _Inflate(out, True),
-    "x-gzip": lambda out: _Inflate(out, True),
-    "deflate": lambda out: _Inflate(out, False),
+_STAGES: dict[str, Callable[[], _Stage]] = {
+    "gzip": partial(_Inflate, True),
+    "x-gzip": partial(_Inflate, True),
+    "deflate": partial(_Inflate, False),
     "br": _Brotli,
     "zstd": _Zstd,
 }
@@ -209,43 +288,82 @@ def joined(parts: list[bytes | bytearray]) -> bytes:
     return parts[0] if len(parts) == 1 and type(parts[0]) is bytes else b"".join(parts)
 
 
-class _OutputLimit:
-    """Counts the output of a stage against the limit, and passes it on.
+class Decoder:
+    """Decodes an arriving body. Raises DecodedTooLarge or BrokenCoding as early as possible.
 
-    It and the stages have no reference to the decoder. So there is no cycle, and a decoder and its
-    up to 100 kB are freed as soon as the last reference ends.
+    `start` and `proceed` each do one bounded step, so that an event loop can do other work between
+    them. `feed` does all steps, for callers outside of an event loop. The output of both stages of
+    a nested coding counts against the limit.
+
+    There is no reference cycle, so a decoder is freed as soon as the last reference ends.
     """
 
-    def __init__(self, limit: int, out: Out) -> None:
-        self.left, self._out = limit, out
-
-    def take(self, chunk: bytes) -> None:
-        self.left -= len(chunk)
-        if self.left < 0:
-            raise DecodedTooLarge
-        self._out(chunk)
-
-
-class Decoder:
-    """Decodes an arriving body. Raises DecodedTooLarge or BrokenCoding as early as possible."""
+    __slots__ = (
+        "__weakref__",
+        "_between",
+        "_first",
+        "_last",
+        "_limit",
+        "_parts",
+        "_received",
+        "size",
+    )
 
     def __init__(self, names: tuple[str, ...], limit: int) -> None:
         self._parts: list[bytes | bytearray] = []
-        self._stages: list[_Stage] = []
-        out: Out = partial(add, self._parts)
-        self._limit, self._output = limit, _OutputLimit(limit, out)
-        for n, name in enumerate(names):  # the coding that was applied first is decoded last
-            stage = _STAGES[name]((_OutputLimit(limit, out) if n else self._output).take)
-            self._stages.insert(0, stage)
-            out = stage.feed
-        self.feed = out
+        self._limit = limit
+        # The coding that was applied first is decoded last.
+        self._last = _STAGES[names[0]]()
+        self._first = _STAGES[names[1]]() if len(names) > 1 else None
+        self.size = 0  # decoded bytes so far
+        self._received, self._between = 0, 0  # bytes of the body, and of the first stage's output
+
+    def feed(self, chunk: bytes) -> None:
+        """Decode a whole chunk."""
+        done = self.start(chunk)
+        while not done:
+            done = self.proceed()
+
+    def start(self, chunk: bytes) -> bool:
+        """Take a chunk and decode its beginning. Return True if all of it is decoded.
+
+        Otherwise, call `proceed` until it returns True, before the next chunk.
+        """
+        if self._first is None:
+            self._last.give(chunk)
+        else:
+            self._received += len(chunk)
+            self._first.give(chunk)
+        return self.proceed()
+
+    def proceed(self) -> bool:
+        """Decode a bounded part of the chunk. Return True if all of the chunk is decoded."""
+        last, first = self._last, self._first
+        if last.pending:
+            if output := last.step():
+                self.size += len(output)
+                if self.size + self._between > self._limit:
+                    raise DecodedTooLarge(f"{self._limit} bytes")
+                add(self._parts, output)
+        elif first is not None and first.pending:
+            output = first.step()
+            self._between += len(output)
+            most = min(self._limit, _MIN_BETWEEN + _BETWEEN_RATIO * self._received)
+            if self._between > most:
+                raise DecodedTooLarge(f"{most} bytes between two content codings")
+            last.give(output)
+        return not (last.pending or (first is not None and first.pending))
 
     @property
-    def size(self) -> int:
-        """Decoded bytes so far."""
-        return self._limit - self._output.left
+    def held_bytes(self) -> int:
+        """Memory of the decoded bytes, the decoders, their windows and the bytes between them."""
+        held = self.size + self._last.window(self.size) + _STATE
+        if self._first is not None:
+            held += self._first.window(self._between) + _STATE + _STEP
+        return held
 
     def finish(self) -> bytes:
-        for stage in self._stages:
-            stage.end()
+        if self._first is not None:
+            self._first.end()
+        self._last.end()
         return joined(self._parts)

@@ -174,6 +174,7 @@ class Exchange:
         "size",
         "started",
         "status",
+        "taken",
         "target",
         "url",
         "version",
@@ -239,6 +240,7 @@ class Exchange:
         self.headers: dict[str, str] | None = None
         self.decoder, self.failure, self.target, self.peer = None, None, None, ""
         self.status, self.version, self.size, self.rate_size, self.cancelled = 0, "", 0, 0, False
+        self.taken = 0  # bytes of a paused chunk that the decoder has
         self.started = self.ready_at = self.rate_start = 0.0
 
     def restore(self) -> None:
@@ -329,12 +331,9 @@ class Exchange:
                 self.read_head()
             elif self.engine is not None and self.engine.must_pause(self):
                 return _PAUSE
-            self.size += len(chunk)
             if self.decoder is not None:
-                self.decoder.feed(chunk)
-                if (size := self.decoder.size) > _MIN_COUNTED_BYTES:
-                    bodies.count(self, size)
-                return None
+                return self._decode(chunk, self.decoder)
+            self.size += len(chunk)
             if self.size <= self.set_up.options.max_decoded_bytes:
                 if self.parts:
                     add(self.parts, chunk)
@@ -346,8 +345,8 @@ class Exchange:
             self.failure = breach(Reason.BODY, f"{self.set_up.options.max_decoded_bytes} bytes")
         except Failure as e:
             self.failure = e
-        except DecodedTooLarge:
-            self.failure = breach(Reason.DECODED, f"{self.set_up.options.max_decoded_bytes} bytes")
+        except DecodedTooLarge as e:
+            self.failure = breach(Reason.DECODED, str(e))
         except TooManyCodings as e:
             self.failure = breach(Reason.CODINGS, str(e))
         except BrokenCoding as e:
@@ -355,6 +354,37 @@ class Exchange:
         except Exception as e:
             self.failure = breach(Reason.CODING, repr(e))
         return -1
+
+    def _decode(self, chunk: bytes, decoder: Decoder) -> int | None:
+        """Decode a chunk in bounded steps. Return _PAUSE if it continues in another turn.
+
+        libcurl then delivers the chunk again, possibly with more bytes behind it. The decoder has
+        already taken its first `taken` bytes.
+        """
+        bodies, engine, size = self.set_up.bodies, self.engine, len(chunk)
+        if self.taken:
+            decoded = decoder.proceed()
+        else:
+            self.size += size
+            self.taken = size
+            decoded = decoder.start(chunk)
+        while True:
+            if (held := decoder.held_bytes) > _MIN_COUNTED_BYTES:
+                bodies.count(self, held)
+            if decoded:
+                if self.taken >= size:
+                    self.taken -= size
+                    return None
+                rest = chunk[self.taken :]
+                self.size += len(rest)
+                self.taken = size
+                decoded = decoder.start(rest)
+                continue
+            if engine is not None and engine.must_pause(self):
+                return _PAUSE
+            if bodies.held_bytes > bodies.limit and not bodies.may_grow(self):
+                return _PAUSE
+            decoded = decoder.proceed()
 
     def read_head(self) -> dict[str, str]:
         """Parse the last head. Raise Failure if it is invalid or too large.

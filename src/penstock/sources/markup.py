@@ -73,10 +73,8 @@ def gunzip(body: bytes, limit: int) -> bytes:
         try:
             decoder.feed(body)
             body = decoder.finish()
-        except DecodedTooLarge:
-            raise UnreadableDocument(
-                f"has more than {limit} bytes when it is decompressed"
-            ) from None
+        except DecodedTooLarge as e:
+            raise UnreadableDocument(f"has more than {e} when it is decompressed") from None
         except BrokenCoding as e:
             raise UnreadableDocument(f"is broken gzip: {e}") from None
     if body[:2] == b"\x1f\x8b":
