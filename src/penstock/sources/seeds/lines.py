@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 
+from penstock.sources.gzip_members import BrokenGzip, GzipMembers
 from penstock.sources.seeds.files import OpenObject
 
 CHUNK: Final = 1 << 20  # bytes that are read or decompressed together
@@ -54,48 +55,45 @@ class Stream:
     ) -> None:
         """`offset` may be set only if the object is not compressed."""
         self._opened, self._limits = opened, limits
-        self._unzip = zlib.decompressobj(31) if gzip else None
-        self._input = b""
-        self._member = False  # True inside a gzip member
+        self._gzip = GzipMembers() if gzip else None
         self.raw = offset  # bytes of the object that were read
         self._decompressed = 0  # decompressed bytes
+        self.ended = False  # True if no more bytes follow
         self.broken = ""  # reason why the stream ended early
         self.cut = False  # True if it ended early, perhaps because it is still being written
 
     def read(self) -> bytes:
-        """Return the next bytes, or no bytes at the end. Sets `broken` if it ends early."""
-        if self._unzip is None:
-            return self._more()
-        while not self.broken:
-            if not self._input:
-                self._input = self._more()
-                if not self._input:
-                    if self._member:
-                        self.broken, self.cut = "it ends in the middle of its gzip stream", True
-                    return b""
-            if not self._member:
-                self._input = self._input.lstrip(b"\0")  # padding after a member
-                if not self._input:
-                    continue
-                self._unzip, self._member = zlib.decompressobj(31), True
-            try:
-                found = self._unzip.decompress(self._input, CHUNK)
-            except zlib.error as e:
-                self.broken = f"its gzip stream is damaged ({e})"
+        """Return the next bytes. There may be none before the stream has `ended`.
+
+        Reads or decompresses at most one chunk. So gzip members without content, of which an object
+        may have millions, do not make a call long. Sets `broken` if the stream ends early.
+        """
+        gzip = self._gzip
+        if gzip is None or gzip.needs_input:
+            found = self._more()
+            if not found:
+                self.ended = True
+                if gzip is not None and gzip.in_member:
+                    self.broken, self.cut = "it ends in the middle of its gzip stream", True
                 return b""
-            self._input = self._unzip.unconsumed_tail
-            if self._unzip.eof:
-                self._input, self._member = self._unzip.unused_data, False
-            self._decompressed += len(found)
-            if self._decompressed > self._limits.max_size:
-                self.broken = f"it holds more than {self._limits.max_size} bytes (max_size)"
-            elif self._decompressed > max(RATIO_FREE, self.raw * self._limits.ratio):
-                self.broken = (
-                    f"it becomes more than {self._limits.ratio:g} times as large as it is "
-                    "(max_ratio)"
-                )
-            elif found:
+            if gzip is None:
                 return found
+            gzip.feed(found)
+        try:
+            found = gzip.take(CHUNK)
+        except BrokenGzip as e:
+            return self._break(f"its gzip stream is damaged ({e})")
+        self._decompressed += len(found)
+        if self._decompressed > self._limits.max_size:
+            return self._break(f"it holds more than {self._limits.max_size} bytes (max_size)")
+        if self._decompressed > max(RATIO_FREE, self.raw * self._limits.ratio):
+            return self._break(
+                f"it becomes more than {self._limits.ratio:g} times as large as it is (max_ratio)"
+            )
+        return found
+
+    def _break(self, reason: str) -> bytes:
+        self.broken, self.ended = reason, True
         return b""
 
     def _more(self) -> bytes:
@@ -201,7 +199,7 @@ class Lines:
         self.budget -= 1
         found = self.stream.read()
         if not found:
-            self.ended = True
+            self.ended = self.stream.ended
             return False
         self._update_sum()
         self._data = self._data[self._pos :] + found

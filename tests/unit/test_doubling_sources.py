@@ -1,0 +1,80 @@
+"""Checks that the parsers of sources take linear time and memory for their worst inputs."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable
+
+import pytest
+from tests.unit.doubling import grows_linearly
+
+from penstock.sources import sitemap_parser
+from penstock.sources.gzip_members import GzipMembers
+from penstock.sources.markup import UnreadableDocument, gunzip
+from penstock.sources.seeds.files import SeedObject
+from penstock.sources.seeds.lines import Lines, SizeLimits, Stream
+
+EMPTY_MEMBER = gzip.compress(b"", mtime=0)
+ONE_BYTE_MEMBER = gzip.compress(b"a", mtime=0)
+LIMITS = SizeLimits(max_record=1 << 20, max_size=1 << 30, ratio=250.0)
+
+
+class Given:
+    """An object of a seed list in memory."""
+
+    def __init__(self, body: bytes) -> None:
+        self.found = SeedObject(name="list", path="list", stamp=b"", size=len(body), at=0.0)
+        self._body = body
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        # A slice of the whole body would be no copy, and take no memory.
+        return bytes(memoryview(self._body)[offset : offset + length])
+
+    def close(self) -> None: ...
+
+
+def repeated(part: bytes) -> Callable[[int], bytes]:
+    return lambda size: part * (size // len(part))
+
+
+def read_lines(body: bytes, *, gzip: bool = False, delimiter: str | None = None) -> int:
+    lines = Lines(Stream(Given(body), LIMITS, gzip=gzip), LIMITS, delimiter=delimiter)
+    records = 0
+    while not lines.ended:
+        lines.budget = 8
+        while lines.record() is not None:
+            records += 1
+    return records
+
+
+@pytest.mark.parametrize("member", [EMPTY_MEMBER, ONE_BYTE_MEMBER], ids=["empty", "one byte"])
+def test_small_gzip_members_take_linear_time(member: bytes) -> None:
+    def decompress(body: bytes) -> None:
+        members = GzipMembers()
+        members.feed(body)
+        while not members.needs_input:
+            members.take(1 << 16)
+
+    grows_linearly(repeated(member), decompress)
+
+
+@pytest.mark.parametrize("member", [EMPTY_MEMBER, ONE_BYTE_MEMBER], ids=["empty", "one byte"])
+def test_a_url_list_of_small_gzip_members_takes_linear_time(member: bytes) -> None:
+    grows_linearly(repeated(member), lambda body: read_lines(body, gzip=True))
+
+
+def test_a_sitemap_of_empty_gzip_members_is_refused_in_linear_time() -> None:
+    def parse(body: bytes) -> None:
+        with pytest.raises(sitemap_parser.SitemapError, match="gzip members"):
+            sitemap_parser.parse(body, "http://shop.test/sitemap.xml.gz")
+
+    grows_linearly(repeated(EMPTY_MEMBER), parse)
+
+
+def test_a_bomb_of_empty_gzip_members_is_refused() -> None:
+    with pytest.raises(UnreadableDocument, match="gzip members"):
+        gunzip(gzip.compress(EMPTY_MEMBER * 1_000_000), 50 << 20)
+
+
+def test_bytes_after_the_last_gzip_member_are_ignored() -> None:
+    assert gunzip(gzip.compress(b"a") + gzip.compress(b"b") + b"\0\0 junk", 99) == b"ab"
