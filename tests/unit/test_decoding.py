@@ -15,6 +15,7 @@ import pytest
 import zstandard
 
 from penstock.net.decoding import (
+    MAX_BLOCKS,
     MAX_MEMBERS,
     BrokenCoding,
     DecodedTooLarge,
@@ -273,3 +274,10 @@ def test_each_step_of_a_decoder_has_a_small_output(names: tuple[str, ...]) -> No
         before, steps = decoder.size, steps + 1
     assert decoder.finish() == bytes(8 << 20)
     assert steps >= 16
+
+
+def test_the_number_of_zstd_blocks_is_limited() -> None:
+    frame = b"\x28\xb5\x2f\xfd\x00\x00" + bytes(3 * (MAX_BLOCKS - 1))
+    assert decode(("zstd",), frame + b"\x01\x00\x00") == b""
+    with pytest.raises(DecodedTooLarge, match=f"{MAX_BLOCKS} zstd blocks"):
+        decode(("zstd",), frame + b"\x00\x00\x00" + b"\x01\x00\x00")

@@ -24,7 +24,7 @@ _POLL_IN, _POLL_OUT, _POLL_REMOVE = pycurl.POLL_IN, pycurl.POLL_OUT, pycurl.POLL
 _LOOP_LAG_LIMIT = 0.1
 # Seconds after which a transfer is paused. libcurl would otherwise deliver everything that it has
 # received, even in very small chunks.
-_PAUSE_AFTER = 0.015
+_PAUSE_AFTER = 0.01
 
 
 class Engine:
