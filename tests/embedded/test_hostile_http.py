@@ -449,6 +449,58 @@ async def test_a_transfer_that_is_paused_repeatedly_loses_no_bytes(
     assert seen > 1000
 
 
+async def test_a_body_whose_decoding_is_paused_after_each_step_loses_no_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """libcurl delivers a chunk again after a pause, with later bytes behind it."""
+    pauses = 0
+
+    def always(engine: Engine, ex: Any) -> bool:
+        nonlocal pauses
+        pauses += 1
+        if pauses % 3:
+            engine.schedule_resume(ex)
+        return pauses % 3 > 0
+
+    monkeypatch.setattr(Engine, "must_pause", always)
+    noise = random.Random(1).randbytes(200_000)
+    body = b"".join(bytes(100_000) + noise[i : i + 2000] for i in range(0, 200_000, 2000))
+    nested = brotli.compress(gzip.compress(body, 1), quality=1)
+    encoded = {
+        "gzip": gzip.compress(body, 1),
+        "br": brotli.compress(body, quality=1),
+        "zstd": zstandard.ZstdCompressor().compress(body),
+        "gzip, br": nested,
+    }
+
+    def answer(request: Request) -> Reply:
+        coding = list(encoded)[int(request.path[1:])]
+        data = encoded[coding]
+
+        async def raw() -> AsyncIterator[bytes]:
+            head = f"HTTP/1.1 200 OK\r\nContent-Encoding: {coding}\r\nContent-Length: {len(data)}"
+            yield head.encode() + b"\r\n\r\n"
+            for i in range(0, len(data), 10_001):
+                yield data[i : i + 10_001]
+                await asyncio.sleep(0.001)
+
+        return Reply(raw=raw())
+
+    async with Web(answer) as web:
+        guard = Guard(parse_allow(f"127.0.0.1:{web.port}"))
+        fetcher = CurlFetcher(guard, HttpOptions())
+        found = await asyncio.gather(
+            *(fetcher.fetch(web.url(f"/{n}")) for n in range(len(encoded)) for _ in range(3))
+        )
+        assert [len(r.body) for r in found] == [len(body)] * len(found)
+        assert all(r.body == body for r in found)
+        assert fetcher._opened is not None
+        assert fetcher._opened[0].bodies.held_bytes == 0
+        await fetcher.close()
+        guard.close()
+    assert pauses > 200
+
+
 @pytest.mark.parametrize("coding", ["plain", "gzip"])
 async def test_bodies_in_progress_stay_within_the_memory_limit_and_all_complete(
     coding: str,

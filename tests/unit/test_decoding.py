@@ -214,10 +214,10 @@ _EMPTY = {
 @pytest.mark.parametrize("chunk", [7, 16384, 1 << 22])
 def test_the_number_of_members_is_limited(names: tuple[str, ...], empty: str, chunk: int) -> None:
     body = ENCODE[names[0]](b"x")
-    most = _EMPTY[empty] * (MAX_MEMBERS - 1) + body
-    assert decode(names, most, chunk=chunk) == b"x"
+    allowed = _EMPTY[empty] * (MAX_MEMBERS - 1) + body
+    assert decode(names, allowed, chunk=chunk) == b"x"
     with pytest.raises(DecodedTooLarge, match=f"{MAX_MEMBERS} (gzip members|zstd frames)"):
-        decode(names, _EMPTY[empty] + most, chunk=chunk)
+        decode(names, _EMPTY[empty] + allowed, chunk=chunk)
 
 
 @pytest.mark.parametrize("outer", ENCODE)
