@@ -386,6 +386,15 @@ def test_a_cookie_is_sent_only_to_matching_urls(
     assert jar.header(asked, NOW) == sent
 
 
+@pytest.mark.parametrize("domain", ["co.uk", "co.uk.", ".co.uk.", "uk."])
+def test_a_final_dot_does_not_let_a_site_set_cookies_for_a_public_suffix(domain: str) -> None:
+    jar = Jar()
+    jar.store("https://evil.co.uk/", {"set-cookie": f"a=1; Domain={domain}"}, NOW)
+    assert len(jar) == 0
+    jar.store("https://www.shop.co.uk/", {"set-cookie": "b=2; Domain=shop.co.uk."}, NOW)
+    assert jar.header("https://shop.co.uk/", NOW) == "b=2"
+
+
 def test_a_cookie_jar_replaces_expires_sorts_and_limits_cookies() -> None:
     jar = Jar()
     jar.store(

@@ -320,3 +320,25 @@ def test_a_hostile_file_is_parsed_and_queried_in_linear_time() -> None:
     assert stars.allows(AGENT, "https://shop.test/" + "a" * 8000)
     assert many.allows(AGENT, "https://shop.test/" + "a" * 8000)
     assert time.process_time() - start < 20.0
+
+
+def test_a_delay_applies_to_the_agents_before_it_in_a_shared_group() -> None:
+    r = parse(b"User-agent: a\nCrawl-delay: 5\nUser-agent: b\nCrawl-delay: 2\nDisallow: /x\n")
+    assert (r.crawl_delay("a"), r.crawl_delay("b")) == (5.0, 2.0)
+    assert not r.allows("a", "/x")
+    assert not r.allows("b", "/x")
+
+
+def test_a_url_that_needs_too_much_work_is_forbidden_with_that_reason() -> None:
+    rules = "".join(f"Allow: /*a*{n}*b\n" for n in range(20_000))
+    r = parse(f"User-agent: *\n{rules}".encode())
+    assert not r.allows(AGENT, "/" + "a" * 1900)
+    assert r.allows(AGENT, "/short")
+
+
+def test_rules_for_one_agent_decide_as_the_complete_rules() -> None:
+    r = parse(b"User-agent: x\nDisallow: /\nUser-agent: *\nDisallow: /a\nCrawl-delay: 3\n")
+    small = r.only_for(AGENT)
+    assert small.crawl_delay(AGENT) == 3.0
+    assert [small.allows(AGENT, path) for path in ("/a", "/b")] == [False, True]
+    assert 0 < small.size < r.size

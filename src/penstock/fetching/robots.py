@@ -15,6 +15,8 @@ from penstock.rules.identity import BadUrl, canonical_url, host_key, origin
 from penstock.rules.proxies import ProxyFailed
 from penstock.rules.verdict import breach, oversized
 
+# Bytes of memory for the rules of all origins in one worker. The fleet's cache has the other rules.
+RULES_IN_MEMORY = 16 << 20
 _UNREACHABLE = 0  # status of an unreachable robots.txt, as defined by ports.RobotsCache
 
 
@@ -24,6 +26,7 @@ class CachedRules(msgspec.Struct, frozen=True):
     robots: rules.Robots
     status: int
     until: float  # when the entry expires
+    size: int = 0  # bytes of memory of large rules. Rules of small files count as 0.
 
 
 class RobotsTxt:
@@ -35,6 +38,8 @@ class RobotsTxt:
         self._sender, self._cache, self._pace, self._clock = sender, cache, pace, clock
         self._options = options
         self._known: dict[str, CachedRules] = {}
+        self._size = 0  # bytes of memory of the known rules
+        self._parsing = asyncio.Lock()  # one large file at a time, so that memory is bounded
         self._loading: dict[str, asyncio.Task[CachedRules]] = {}
         # Origin -> (URL, hop) of a request that was delayed after a redirect. The retry continues
         # there. Otherwise a redirect to a slow host would never end.
@@ -132,14 +137,34 @@ class RobotsTxt:
     # -- fetching ----------------------------------------------------------------------------------
 
     async def _keep(self, site: str, body: bytes | None, status: int, until: float) -> CachedRules:
-        robots = rules.from_answer(status or None, body or b"")
-        known = CachedRules(robots, status, until)
-        keep(self._known, site, known, self._options.robots_in_memory)
-        if 200 <= status < 500:
-            await self._pace.crawl_delay(
-                host_key(site + "/", self._options.key_by), robots.crawl_delay(self._options.agent)
-            )
+        known = await self._parse(body or b"", status, until)
+        await self._remember(site, known)
         return known
+
+    async def _parse(self, body: bytes, status: int, until: float) -> CachedRules:
+        """Return the rules. A large file is parsed in a thread, so that the loop continues."""
+        if len(body) <= rules.QUICK_BYTES:
+            return CachedRules(rules.from_answer(status or None, body), status, until)
+
+        def parse() -> rules.Robots:
+            return rules.from_answer(status or None, body).only_for(self._options.agent)
+
+        async with self._parsing:
+            robots = await asyncio.to_thread(parse)
+        return CachedRules(robots, status, until, robots.size)
+
+    async def _remember(self, site: str, known: CachedRules) -> None:
+        if (old := self._known.pop(site, None)) is not None:
+            self._size -= old.size
+        self._size += known.size
+        self._known[site] = known
+        while self._size > RULES_IN_MEMORY or len(self._known) > self._options.robots_in_memory:
+            self._size -= self._known.pop(next(iter(self._known))).size
+        if 200 <= known.status < 500:
+            await self._pace.crawl_delay(
+                host_key(site + "/", self._options.key_by),
+                known.robots.crawl_delay(self._options.agent),
+            )
 
     async def _fetch(self, site: str, proxy: str | None) -> CachedRules:
         status, body = await self._request(site, proxy)
@@ -150,8 +175,12 @@ class RobotsTxt:
         else:
             ttl = rules.ttl(status)
         until = self._clock.now() + ttl
+        # The rules are parsed first. A file that stops this worker is not stored, so that a restart
+        # does not meet it again.
+        known = await self._parse(body or b"", status, until)
         await self._cache.keep_robots(site, body, status, until)
-        return await self._keep(site, body, status, until)
+        await self._remember(site, known)
+        return known
 
     async def _request(self, site: str, proxy: str | None) -> tuple[int, bytes | None]:
         """Return status and body of a robots.txt. Follow its redirects."""

@@ -18,6 +18,9 @@ from penstock.rules.pace import parse_date
 MAX_COOKIES = 300  # per jar
 MAX_PER_DOMAIN = 50
 MAX_SIZE = 4096  # characters of name and value together
+MAX_LINES = 100  # `set-cookie` lines of one response. The rest is ignored.
+MAX_ATTRIBUTES = 32  # of one cookie. The rest is ignored.
+MAX_ATTRIBUTE = 1024  # characters. A longer attribute is ignored, as in browsers.
 MAX_AGE = 400 * 86400.0  # seconds, the same limit as in browsers
 _bad = re.compile(r"[\x00-\x08\x0a-\x1f\x7f;]").search
 
@@ -69,7 +72,7 @@ class Jar:
 
         Cookies that the URL's site may not set are ignored.
         """
-        for line in headers.get("set-cookie", "").split("\n"):
+        for line in headers.get("set-cookie", "").split("\n", MAX_LINES)[:MAX_LINES]:
             if line and (cookie := _parse(line, url, now, self._n)) is not None:
                 key = cookie.domain, cookie.path, cookie.name
                 old = self._cookies.pop(key, None)
@@ -90,7 +93,7 @@ class Jar:
 
 
 def _parse(line: str, url: str, now: float, n: int) -> Cookie | None:
-    pair, *attributes = line.split(";")
+    pair, *attributes = line.split(";", MAX_ATTRIBUTES + 1)[: MAX_ATTRIBUTES + 1]
     name, equals, value = pair.partition("=")
     name, value = (name.strip(), value.strip()) if equals else ("", name.strip())
     if not (name or value) or len(name) + len(value) > MAX_SIZE or _bad(name) or _bad(value):
@@ -99,10 +102,12 @@ def _parse(line: str, url: str, now: float, n: int) -> Cookie | None:
     domain, path, host_only, secure = host, "", True, False
     expires, max_age = math.inf, None
     for attribute in attributes:
+        if len(attribute) > MAX_ATTRIBUTE:
+            continue
         key, _, text = attribute.partition("=")
         key, text = key.strip().lower(), text.strip()
         if key == "domain" and text:
-            given = text.lower().removeprefix(".")
+            given = text.lower().removeprefix(".").removesuffix(".")
             if not _within(host, given) or (given != host and not _may_have_shared_cookies(given)):
                 return None
             # A public suffix may set a cookie for its own host only.

@@ -165,10 +165,9 @@ class SitemapSource(Polling):
             return before, None
         etag, modified = validators(response)
         if by_robots:
+            rules = await asyncio.to_thread(robots.parse, response.body)
             named = [
-                child
-                for text in robots.parse(response.body).sitemaps
-                if (child := self._sitemap(text, response.url))
+                child for text in rules.sitemaps if (child := self._sitemap(text, response.url))
             ]
             return _Document(
                 url, etag, modified, named[: self._max_documents] or [origin(url) + "/sitemap.xml"]
