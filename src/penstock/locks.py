@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.private_files import FILE_MODE, make_directory
+
 if TYPE_CHECKING:
     from penstock.ports import Transaction
 
@@ -109,9 +111,9 @@ class FileLock:
         """
         if self.held:
             return True
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(self.path.parent)
         while True:
-            fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT, FILE_MODE)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # The file was removed between open and lock. The next process would create and lock

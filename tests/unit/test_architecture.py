@@ -24,7 +24,7 @@ PACKAGE = ROOT / "src" / "penstock"
 # -- the table -------------------------------------------------------------------------------------
 
 CORE = set("errors model rules ports".split())
-BASE = CORE | set("clock locks config".split())
+BASE = CORE | set("private_files clock locks config".split())
 ADAPTERS = set("brokers ledgers claims pages sinks sources".split())
 PUBLIC = "penstock"  # the package itself, which users import
 
@@ -34,8 +34,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model": {"errors"},
     "rules": {"errors", "model"},
     "ports": {"errors", "model", "rules"},
+    "private_files": CORE,
     "clock": CORE,
-    "locks": CORE,
+    "locks": CORE | {"private_files"},
     "config": CORE,
     "authoring": BASE,
     "net": BASE,

@@ -107,7 +107,7 @@ def check(
         from penstock.runtime.sources_and_sinks import check_sources, open_sinks
 
         pipeline = load_to_run(chosen)
-        open_sinks(pipeline, Path.cwd())
+        open_sinks(pipeline, Path.cwd(), loaded.config.state.dir)
         check_sources(pipeline, loaded.config)
         found["pipeline"] = {
             "file": chosen,

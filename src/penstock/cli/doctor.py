@@ -28,14 +28,18 @@ def doctor(
     ] = None,
     /,
     *,
+    repair: Annotated[
+        bool,
+        Parameter(help="let only their owner use the files of the state (modes 0700 and 0600)"),
+    ] = False,
     json: Json = False,
     common: Common = DEFAULTS,
 ) -> int:
     """Open every store, sink, source and proxy, and check the ledger and the machine.
 
-    The command changes nothing, except that it migrates an SQLite store of an older release, as
-    every command does. Exit code 0: no check failed. 4: the store cannot be opened. 5: a check
-    failed.
+    Without --repair the command changes nothing, except that it migrates an SQLite store of an
+    older release, as every command does. Exit code 0: no check failed. 4: the store cannot be
+    opened. 5: a check failed.
     """
     from penstock.operate import doctor as checks
     from penstock.operate.ownership import check_owner
@@ -46,7 +50,7 @@ def doctor(
     loaded = common.load()
     config = loaded.config
     found = [
-        *checks.machine(config, store_facts),
+        *checks.machine(config, store_facts, repair=repair),
         *open_all(list(server_openings(config))),
         *checks.settings(loaded, file, openings=pipeline_openings, open_sandbox=open_sandbox),
     ]

@@ -30,6 +30,7 @@ from penstock.demo.summary import DemoResult, summary
 from penstock.errors import OK, RAN_WITH_FAILURES, PenstockError, UsageError
 from penstock.locks import FileLock
 from penstock.ports import Transaction
+from penstock.private_files import create_file
 from penstock.runtime.process import WorkerProcess
 from penstock.runtime.roles import ROLES
 from penstock.runtime.stores import open_stores
@@ -126,6 +127,7 @@ def _fresh(where: Path) -> FileLock:
 @contextlib.contextmanager
 def _logging(file: Path) -> Iterator[None]:
     """Write Penstock's log to a file, because the terminal shows the display."""
+    create_file(file)
     handler = logging.FileHandler(file, encoding="utf-8")
     handler.setFormatter(SafeFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
     log = logging.getLogger("penstock")

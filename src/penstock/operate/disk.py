@@ -12,6 +12,7 @@ import msgspec
 
 from penstock.operate.figures import lasting, size
 from penstock.operate.findings import Finding
+from penstock.private_files import create_file
 
 LOW, VERY_LOW = 1 << 30, 64 << 20  # bytes of free disk space: below them warn, and fail
 SAMPLES = "disk.json"  # file in the state directory
@@ -40,6 +41,7 @@ def record_sample(state: Path, now: float) -> None:
     draft = state / f".{SAMPLES}.{os.getpid()}"
     with contextlib.suppress(OSError):  # a full disk needs no forecast
         new = Sample(now, os.stat(state).st_dev, shutil.disk_usage(state).free)
+        create_file(draft)
         draft.write_bytes(msgspec.json.encode([*recent, new]))
         draft.replace(state / SAMPLES)
 

@@ -20,6 +20,7 @@ from penstock.model import Reason
 from penstock.operate.disk import check_disk
 from penstock.operate.figures import joined, lasting, plural, short, size
 from penstock.operate.findings import Finding, Opening, open_all
+from penstock.operate.permissions import check_permissions
 from penstock.operate.sink_files import check_sinks
 from penstock.operate.waiting import waits_in
 from penstock.operate.workers import SILENCE_LIMIT, is_alive, workers_in
@@ -70,7 +71,9 @@ class StoreFile(Protocol):
 # -- the machine -----------------------------------------------------------------------------------
 
 
-def machine(config: Config, facts_of: Callable[[Path], StoreFacts]) -> Iterator[Finding]:
+def machine(
+    config: Config, facts_of: Callable[[Path], StoreFacts], *, repair: bool = False
+) -> Iterator[Finding]:
     folder = config.state.dir
     there = next(path for path in (folder, *folder.parents) if path.exists())
     facts = facts_of(there)
@@ -104,6 +107,8 @@ def machine(config: Config, facts_of: Callable[[Path], StoreFacts]) -> Iterator[
             if hasattr(there, "owner")
             else "chown it",
         )
+    if (modes := check_permissions(config, repair=repair)) is not None:
+        yield modes
     if sys.getfilesystemencoding().lower().replace("-", "") == "utf8":
         yield Finding("locale", "ok", "UTF-8")
     else:

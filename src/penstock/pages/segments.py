@@ -21,6 +21,7 @@ from penstock.errors import StoreUnavailable, Unreachable
 from penstock.locks import FileLock
 from penstock.pages.common import MAX_KNOWN, Pages, raw
 from penstock.ports import Clock, StagedPages
+from penstock.private_files import FILE_MODE, make_directory
 from penstock.stores.context import Context
 from penstock.stores.sql import SqlStore, Tx
 
@@ -163,7 +164,7 @@ class SegmentStore(Pages):
 
     def _rotate(self) -> None:
         self._close_segment()
-        self.directory.mkdir(parents=True, exist_ok=True)
+        make_directory(self.directory)
         while True:
             self._count += 1
             name = f"{self.writer}-{self._count}.seg"
@@ -172,7 +173,9 @@ class SegmentStore(Pages):
                 continue
             try:
                 self._file = os.open(
-                    self.directory / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644
+                    self.directory / name,
+                    os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC,
+                    FILE_MODE,
                 )
                 fd = os.open(self.directory, os.O_RDONLY)
                 os.fsync(fd)

@@ -47,7 +47,7 @@ from penstock.ports.owner import StoreOwner
 from penstock.ports.pages import PageIndex, PageStore, StagedPages
 from penstock.ports.queue import Members, Outgoing, Queue, QueueReports
 from penstock.ports.routes import RouteTable
-from penstock.ports.sink import FileSink, ProbedSink, Reopen, Row, Sink, TableSink
+from penstock.ports.sink import FileSink, LocalSink, ProbedSink, Reopen, Row, Sink, TableSink
 from penstock.ports.source import (
     Batch,
     Finding,
@@ -106,6 +106,7 @@ __all__ = [
     "LeaseTracking",
     "Leaving",
     "Line",
+    "LocalSink",
     "Lock",
     "LockTable",
     "Members",

@@ -68,6 +68,24 @@ class ProbedSink(Sink, Protocol):
         """
 
 
+class FilePath(Protocol):
+    """A path, such as pathlib.Path."""
+
+    def __fspath__(self) -> str: ...
+
+
+@runtime_checkable
+class LocalSink(Sink, Protocol):
+    """A sink whose target is a file of this machine."""
+
+    @property
+    def path(self) -> FilePath:
+        """The file."""
+
+    # True: a new file and new directories are for their owner only. False: the umask decides.
+    private: bool
+
+
 @runtime_checkable
 class FileSink(Sink, Protocol):
     """A sink whose target is a file that can be truncated.

@@ -36,7 +36,7 @@ SERVER = "check that the server runs, and host, port and credentials in its URL"
 
 def pipeline_openings(config: Config, pipeline: Pipeline) -> Iterator[Opening]:
     """Return the sinks and sources of a pipeline. Raises ConfigError if one is not valid."""
-    for sink, _ in open_sinks(pipeline, Path.cwd()):
+    for sink, _ in open_sinks(pipeline, Path.cwd(), config.state.dir):
         fix = "mend the target of the sink. Rows wait in the outbox until then"
         yield Opening("sink", sink.name, partial(_probe_sink, sink), fix)
     cursors = _cursors(config, pipeline)

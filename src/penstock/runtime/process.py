@@ -88,7 +88,7 @@ class WorkerProcess:
         """Check the pipeline, roles, sources and sinks before any store is opened."""
         self.config, self.file, self.roles = config, pipeline_file, roles
         self.pipeline = load_to_run(pipeline_file)
-        self.sinks = open_sinks(self.pipeline, Path.cwd())
+        self.sinks = open_sinks(self.pipeline, Path.cwd(), config.state.dir)
         self.web = SourceWeb()
         self.id = worker_id()
         self.clock: Clock = clock or SystemClock()

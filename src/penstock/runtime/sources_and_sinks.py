@@ -18,7 +18,8 @@ from penstock.fetching.source_client import SourceWeb
 from penstock.fetching.stage import FetchStage
 from penstock.intake.mapping import Mapping as SourceMapping
 from penstock.model import mint
-from penstock.ports import ServedSource, Sink, Source
+from penstock.ports import LocalSink, ServedSource, Sink, Source
+from penstock.private_files import is_below
 from penstock.rules.masking import mask
 from penstock.runtime.fetching import SOURCE_BODY, fetch_options, open_fetcher
 from penstock.runtime.stores import Politeness, adapter
@@ -34,9 +35,11 @@ def open_sources(pipeline: Pipeline, context: SourceContext) -> list[tuple[Sourc
     return [(adapter("sources", spec.url)(spec, context), spec) for spec in pipeline.sources]
 
 
-def open_sinks(pipeline: Pipeline, base: Path) -> list[tuple[Sink, tuple[str, ...]]]:
+def open_sinks(pipeline: Pipeline, base: Path, state: Path) -> list[tuple[Sink, tuple[str, ...]]]:
     """Return the pipeline's sinks, checked but not opened, with the extractors that each takes.
 
+    A file in the state directory is for its owner only, as the rest of the state. Other files
+    belong to the user, and the umask decides.
     Raises ConfigError if two sinks have the same target, because they would corrupt its file.
     """
     found: list[tuple[Sink, tuple[str, ...]]] = []
@@ -44,6 +47,8 @@ def open_sinks(pipeline: Pipeline, base: Path) -> list[tuple[Sink, tuple[str, ..
         sink = _make_sink(spec.url, dict(spec.options), base)
         if any(sink.name == other.name for other, _ in found):
             raise ConfigError(f"two sinks write to {sink.name}", hint="give each its own file")
+        if isinstance(sink, LocalSink):
+            sink.private = is_below(Path(sink.path), state)
         found.append((sink, spec.only))
     return found
 

@@ -15,6 +15,7 @@ import msgspec
 from penstock.errors import ConfigError, Unreachable
 from penstock.locks import lock_descriptor, unlock_descriptor
 from penstock.ports import Reopen
+from penstock.private_files import DIRECTORY_MODE, FILE_MODE
 
 _TAIL_BYTES = 4096  # bytes before the end of a file that are in its checksum
 _MAX_MARKS = 32  # files of one sink whose marks are kept: one for each machine that wrote the sink
@@ -47,6 +48,7 @@ class AppendFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.private = False  # True: create it for its owner only, not with the umask
         self.at = 0
         self._fd = -1
         self._tail = b""
@@ -84,13 +86,14 @@ class AppendFile:
 
     def _descriptor(self) -> int:
         flags = os.O_RDWR | os.O_APPEND
+        mode = FILE_MODE if self.private else 0o666
         while True:
             with contextlib.suppress(FileNotFoundError):
                 return os.open(self.path, flags)
             real = Path(os.path.realpath(self.path))  # the target of a dangling link is created
-            _make_directories(real.parent)
+            _make_directories(real.parent, DIRECTORY_MODE if self.private else 0o777)
             with contextlib.suppress(FileExistsError):
-                fd = os.open(real, flags | os.O_CREAT | os.O_EXCL, 0o666)
+                fd = os.open(real, flags | os.O_CREAT | os.O_EXCL, mode)
                 try:
                     sync_directory(real.parent)
                 except BaseException:
@@ -255,6 +258,15 @@ class AppendingSink:
         self.name, self.path, self.notice = name, path, ""
         self._file = AppendFile(path)
 
+    @property
+    def private(self) -> bool:
+        """See ports.LocalSink."""
+        return self._file.private
+
+    @private.setter
+    def private(self, value: bool) -> None:
+        self._file.private = value
+
     def restore(self, mark: str) -> None:
         self._file.restore(mark)
 
@@ -319,7 +331,7 @@ def sync_directory(directory: Path) -> None:
         os.close(fd)
 
 
-def _make_directories(directory: Path) -> None:
+def _make_directories(directory: Path, mode: int) -> None:
     missing = []
     while not directory.is_dir():
         missing.append(directory)
@@ -327,5 +339,5 @@ def _make_directories(directory: Path) -> None:
         if directory == directory.parent:
             break
     for each in reversed(missing):
-        each.mkdir(exist_ok=True)
+        each.mkdir(mode, exist_ok=True)
         sync_directory(each.parent)

@@ -16,6 +16,7 @@ import apsw
 
 from penstock.errors import ConfigError, StoreUnavailable
 from penstock.ports import Reopen, Row
+from penstock.private_files import create_file, make_directory
 from penstock.sinks.append_file import probe_file
 from penstock.sinks.columns import ORDER, ColumnTable, PositionedSink
 from penstock.sinks.common import (
@@ -200,7 +201,7 @@ class SqliteSink(PositionedSink):
 
     def __init__(self, name: str, path: Path, table: ColumnTable) -> None:
         super().__init__(name, str(path), "_penstock_position", table)
-        self.path = path
+        self.path, self.private = path, False
         self._db: Connection | None = None
         self._opened_file: os.stat_result | None = None
 
@@ -208,6 +209,9 @@ class SqliteSink(PositionedSink):
         self.close()
         self.notice = ""
         with _outages(self.path):
+            if self.private:
+                make_directory(self.path.parent)
+                create_file(self.path)
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._db = db = Connection(str(self.path))
             db.set_busy_timeout(5000)

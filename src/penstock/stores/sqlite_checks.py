@@ -76,7 +76,6 @@ def single_writer_if_needed(path: Path) -> FileLock | None:
     """
     if not has_wal_reset_bug(sqlite_version()):
         return None
-    path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path.with_name(path.name + ".single"))
     if not lock.try_acquire():
         raise Unreachable(

@@ -11,6 +11,7 @@ from typing import Any, cast
 import apsw
 
 from penstock.errors import Unreachable
+from penstock.private_files import create_file, make_directory
 from penstock.stores.sql import Tx
 
 # Each connection is used by one thread at a time, so it needs no mutexes. They cost a tenth of
@@ -79,7 +80,8 @@ def connect(path: str, busy_seconds: float) -> Connection:
 def _open(path: str, busy_seconds: float) -> Connection:
     try:
         if path != ":memory:":
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            make_directory(Path(path).parent)
+            create_file(path)
         c = Connection(
             path, flags=apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE | _ONE_THREAD
         )

@@ -18,6 +18,7 @@ import msgspec
 from penstock.config import units
 from penstock.errors import SourceDown
 from penstock.ports import Finding
+from penstock.private_files import FILE_MODE, make_directory
 from penstock.sources.postgres.settings import CdcSettings
 from penstock.sources.postgres.slot import Slot
 
@@ -126,11 +127,11 @@ class Spill:
         )
 
     def _open(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(self.path.parent)
         # Only the owner may read it: it holds rows of the user's database.
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, FILE_MODE)
         self._accepted_file = os.open(
-            self.path.with_suffix(".place"), os.O_RDWR | os.O_CREAT, 0o600
+            self.path.with_suffix(".place"), os.O_RDWR | os.O_CREAT, FILE_MODE
         )
 
     def _check(self) -> None:

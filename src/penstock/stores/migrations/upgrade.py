@@ -14,6 +14,7 @@ import apsw
 
 from penstock.errors import StoreRefused, StoreUnavailable
 from penstock.locks import FileLock
+from penstock.private_files import create_file
 from penstock.stores.migrations.base import Migration
 from penstock.stores.migrations.other_workers import (
     OtherWorker,
@@ -135,6 +136,7 @@ def _back_up(store: SqlStore, to: Path, observer: Observer) -> None:
     partial = to.with_name(to.name + ".part")
     try:
         partial.unlink(missing_ok=True)
+        create_file(partial)
         source, target = read_only(store.path, 30.0), apsw.Connection(str(partial))
         try:
             # An incomplete copy is never used, so it needs no journal. See the fsync below.
