@@ -244,7 +244,7 @@ def test_few_bytes_cannot_become_many_between_two_codings(outer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "window"), [(("gzip",), 0), (("br",), 12 << 20), (("zstd",), 8 << 20)], ids=str
+    ("names", "window"), [(("gzip",), 0), (("br",), 4 << 20), (("zstd",), 8 << 20)], ids=str
 )
 def test_the_windows_of_decoders_count_as_memory(names: tuple[str, ...], window: int) -> None:
     decoder = Decoder(names, LIMIT)
@@ -281,3 +281,12 @@ def test_the_number_of_zstd_blocks_is_limited() -> None:
     assert decode(("zstd",), frame + b"\x01\x00\x00") == b""
     with pytest.raises(DecodedTooLarge, match=f"{MAX_BLOCKS} zstd blocks"):
         decode(("zstd",), frame + b"\x00\x00\x00" + b"\x01\x00\x00")
+
+
+@pytest.mark.parametrize("bits", range(10, 25))
+def test_a_brotli_window_that_is_filled_in_advance_counts_as_memory(bits: int) -> None:
+    data = brotli.compress(bytes(15 << 20), lgwin=bits)
+    decoder = Decoder(("br",), LIMIT)
+    assert not decoder.start(data)
+    window = decoder.held_bytes - decoder.size
+    assert 1 << bits <= window <= (1 << bits) + (64 << 10)

@@ -31,7 +31,6 @@ _SLICE = 1 << 14
 _BROTLI_SLICE = 1 << 12
 _ZSTD_BLOCK = 1 << 17  # bytes of the largest decoded zstd block (RFC 8878)
 _WINDOW = 1 << 23  # bytes of the largest zstd window that RFC 9659 allows
-_BROTLI_WINDOW = 1 << 24  # bytes of the largest brotli window (RFC 7932)
 _STATE = 1 << 15  # bytes of a decoder without its window, rounded
 # gzip members or zstd frames of a body. A member without output costs 20 bytes and 10 µs. Tools
 # that write many members put 64 KiB into each.
@@ -124,9 +123,13 @@ class _Brotli:
     def __init__(self) -> None:
         self.pending, self._seen = False, False
         self._data, self._at = b"", 0
+        # Bytes of the window, and True if the decoder has filled it before its output was read.
+        self._window, self._ahead = 0, False
         self._d: Any = brotli.Decompressor()
 
     def give(self, data: bytes) -> None:
+        if data and not self._window:
+            self._window = _brotli_window(data[0])
         self._data, self._at = data, 0
         self.pending = bool(data) and not self._d.is_finished()
 
@@ -139,7 +142,7 @@ class _Brotli:
                 self._at = at = at + len(part)
             chunk: bytes = d.process(part, output_buffer_limit=_STEP)
             if d.is_finished():
-                self.pending = False
+                self.pending = self._ahead = False
                 return chunk
             # `can_accept_more_data` is about input only. After a full step, output may be left.
             full = len(chunk) >= _STEP or not d.can_accept_more_data()
@@ -147,6 +150,7 @@ class _Brotli:
             raise BrokenCoding(str(e)) from e
         if full and not part and not chunk:
             raise BrokenCoding("the decoder makes no progress")
+        self._ahead = full
         self.pending = full or at < len(self._data)
         return chunk
 
@@ -155,7 +159,18 @@ class _Brotli:
             raise BrokenCoding("it ends in the middle of the stream")
 
     def window(self, size: int) -> int:
-        return min(size, _BROTLI_WINDOW)
+        return self._window if self._ahead else min(size, self._window)
+
+
+def _brotli_window(first: int) -> int:
+    """Return the bytes of the window, 1 KiB to 16 MiB, from the first byte of a stream."""
+    if not first & 1:
+        bits = 16
+    elif n := first >> 1 & 7:
+        bits = 17 + n
+    else:
+        bits = 8 + n if (n := first >> 4 & 7) else 17
+    return 1 << bits
 
 
 # Parts of a zstd stream (RFC 8878).
