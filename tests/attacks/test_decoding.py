@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import random
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,13 @@ def _empty_members() -> bytes:
 def _long_name(size: int) -> bytes:
     """Return a gzip header with a long file name, compressed with brotli. It has no output."""
     return bytes(brotli.compress(b"\x1f\x8b\x08\x08" + bytes(6) + b"n" * size))
+
+
+def _half_random_name() -> bytes:
+    """Return a gzip header with a name of 9 MiB in 700 kB. The limits allow it."""
+    noise = random.Random(1).randbytes(700_000).replace(b"\0", b"1")
+    header = b"\x1f\x8b\x08\x08" + bytes(6) + noise + b"n" * (9 << 20)
+    return bytes(brotli.compress(header, quality=5))
 
 
 def _small_blocks() -> bytes:
@@ -123,4 +131,24 @@ def test_nested_codings_on_40_connections_need_little_memory(tmp_path: Path, siz
         _waits("gzip, br", partial(_long_name, size), CONNECTIONS),
         until=partial(_received, CONNECTIONS),
         pace_concurrency=str(CONNECTIONS),
+    )
+
+
+@pytest.mark.parametrize(
+    ("coding", "make"),
+    [
+        ("br", lambda: bytes(brotli.compress(bytes(15 << 20)))),
+        ("gzip, br", _half_random_name),
+    ],
+    ids=["single", "nested"],
+)
+def test_open_connections_with_much_memory_do_not_stop_other_hosts(
+    tmp_path: Path, coding: str, make: Callable[[], bytes]
+) -> None:
+    survives(
+        tmp_path,
+        _waits(coding, make, CONNECTIONS),
+        until=partial(_received, CONNECTIONS),
+        pace_concurrency=str(CONNECTIONS),
+        fetch_bytes="32MiB",
     )

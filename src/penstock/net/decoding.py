@@ -376,6 +376,11 @@ class Decoder:
         return not (last.pending or (first is not None and first.pending))
 
     @property
+    def is_lean(self) -> bool:
+        """True if one step needs less than 1 MiB. brotli fills its window in one step."""
+        return self._first is None and not isinstance(self._last, _Brotli)
+
+    @property
     def held_bytes(self) -> int:
         """Memory of the decoded bytes, the decoders, their windows and the bytes between them."""
         held = self.size + self._last.window(self.size) + _STATE

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 _PAUSE: int = pycurl.WRITEFUNC_PAUSE
 # Bytes. Bodies up to this size are not counted: there are many, but their total size is small.
 _MIN_COUNTED_BYTES = 1 << 16
+# Bytes. Smaller bodies are never paused for memory. Otherwise, one server that fills the memory and
+# then sends slowly would stop the pages of all hosts.
+_MIN_PAUSED_BYTES = 1 << 17
 # Seconds. libcurl itself stops waiting for a connection after 300 s. Longer timeouts must be set.
 _MAX_DEFAULT_CONNECT_TIMEOUT = 290.0
 
@@ -62,8 +65,8 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
 class BodyMemory:
     """Limits the memory of response bodies in progress.
 
-    Above the limit one exchange may continue, so that at least one can finish. The others are
-    paused when they receive data, until an exchange ends.
+    Above the limit small bodies and one large body may continue, so that at least one can finish.
+    Other large bodies are paused when they receive data, until an exchange ends.
     """
 
     def __init__(self, limit: int, now: Callable[[], float]) -> None:
@@ -74,6 +77,8 @@ class BodyMemory:
 
     def may_grow(self, ex: Exchange) -> bool:
         """Return True if the exchange may continue above the limit, False if it is paused."""
+        if ex.counted_bytes <= _MIN_PAUSED_BYTES and (ex.decoder is None or ex.decoder.is_lean):
+            return True
         if self._over_limit is None:
             self._over_limit = ex
             self.count(ex, max(1, ex.counted_bytes))  # a counted exchange calls `remove` at its end
@@ -325,12 +330,12 @@ class Exchange:
     def _on_body(self, chunk: bytes) -> int | None:
         try:
             bodies = self.set_up.bodies
-            if bodies.held_bytes > bodies.limit and not bodies.may_grow(self):
-                return _PAUSE  # libcurl delivers this chunk again
             if self.headers is None:
                 self.read_head()
             elif self.engine is not None and self.engine.must_pause(self):
                 return _PAUSE
+            if bodies.held_bytes > bodies.limit and not bodies.may_grow(self):
+                return _PAUSE  # libcurl delivers this chunk again
             if self.decoder is not None:
                 return self._decode(chunk, self.decoder)
             self.size += len(chunk)
