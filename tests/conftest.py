@@ -16,11 +16,17 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 pytest_plugins = ["tests.servers", "tests.rerun"]
+
+# A shell without job control starts background commands with SIGINT ignored, and their children
+# inherit that. Tests send SIGINT to such children.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Seconds. SLOW_LIMIT is for tests marked slow. Both are much longer than any test needs, because a
 # busy machine must not look like a hang.
