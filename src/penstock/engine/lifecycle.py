@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -15,22 +15,20 @@ import msgspec
 from penstock.engine.breakers import Breakers, Tripped
 from penstock.engine.claim_session import Claims, ClaimSession
 from penstock.engine.gone import Visits
+from penstock.engine.links import LinkAcceptor
 from penstock.engine.messages import Message
-from penstock.engine.publishing import message_for, publish, reopen_duplicate
+from penstock.engine.publishing import insert_events, publish, reopen_duplicate
 from penstock.engine.settings import LifecycleSettings
 from penstock.errors import NewerMessage
 from penstock.model import (
     Ack,
     Dead,
     Event,
-    Link,
     Outcome,
     Reason,
     Release,
     Retry,
-    child_id,
     decode_event,
-    encode_event,
     mint,
 )
 from penstock.ports import (
@@ -41,9 +39,7 @@ from penstock.ports import (
     Durability,
     End,
     Finding,
-    NewEvent,
     PageStore,
-    Published,
     RecordsOfEvent,
     StagedPages,
     Topics,
@@ -52,7 +48,6 @@ from penstock.ports import (
 )
 from penstock.rules.dependencies import read_other_data, reads_data
 from penstock.rules.fingerprint import fingerprint
-from penstock.rules.identity import BadUrl, canonical_url, host_key
 from penstock.rules.masking import mask
 from penstock.rules.reasons import sentence
 
@@ -108,6 +103,7 @@ class Lifecycle:
         self._uow, self._claims, self.pages, self._topics = uow, claims, pages, topics
         self.settings, self._url_key, self._clock = settings, url_key, clock
         self.breakers = breakers
+        self._links = LinkAcceptor(settings, url_key)
 
     # -- accepting ---------------------------------------------------------------------------------
 
@@ -156,7 +152,7 @@ class Lifecycle:
                 room[e.topic] -= 1
                 fresh[e.id] = e
                 answers.append(Accepted.NEW)
-        _insert(tx, list(fresh.values()), now, self.settings.pipeline)
+        insert_events(tx, list(fresh.values()), now, self.settings.pipeline)
         if cursor is not None and Accepted.FULL not in answers:
             tx.sources.move_cursor(*cursor, now)
         if in_transaction is not None:
@@ -193,7 +189,7 @@ class Lifecycle:
         fence of an end was outdated. Such an end changes nothing. The outcome `absent` becomes
         `success` or `dead`, also in `ends`.
         """
-        session = await self._claims.open(lambda: self._keys_of_links(ends))
+        session = await self._claims.open(lambda: self._links.keys(ends))
         while True:
             staged = self.pages.stage(bodies)
             try:
@@ -218,14 +214,6 @@ class Lifecycle:
         if tripped:
             await self.breakers.open(tripped)
         return answers
-
-    def _keys_of_links(self, ends: Sequence[End]) -> Iterator[bytes]:
-        for end in ends:
-            for link in end.links:
-                try:
-                    yield self._url_key(canonical_url(link.url))
-                except BadUrl:
-                    continue  # `_accept_links` counts it
 
     def _conclude(
         self, tx: Transaction, session: ClaimSession, ends: Sequence[End], staged: StagedPages
@@ -258,7 +246,7 @@ class Lifecycle:
                 changed = id(end) in applied
                 if changed:
                     if end.links:
-                        self._accept_links(tx, session, end.event, end.links, now, count)
+                        self._links.accept(tx, session, end.event, end.links, now, count)
                     if reads_data(end.extractors):
                         self._reopen_newer_data(tx, end, now)
                     count["success"] += 1
@@ -329,45 +317,6 @@ class Lifecycle:
             if chosen:
                 tx.outbox.append(sink.name, chosen)
 
-    def _accept_links(
-        self,
-        tx: Transaction,
-        session: ClaimSession,
-        parent: Event,
-        links: Sequence[Link],
-        now: float,
-        count: Counter[str],
-    ) -> None:
-        """Accept child events before their parent succeeds, in its transaction.
-
-        A link that is fresh, invalid, too deep, off-site or already in the trace is only counted.
-        """
-        s = self.settings
-        home = host_key(parent.url, by="domain") if s.follow_same_domain else None
-        children = []
-        for link in links:
-            try:
-                url = canonical_url(link.url)
-            except BadUrl:
-                count["followed_bad"] += 1
-                continue
-            key = self._url_key(url)
-            window = s.follow_window if link.window is None else link.window
-            if parent.depth + 1 > s.follow_depth:
-                count["followed_too_deep"] += 1
-            elif home is not None and host_key(url, by="domain") != home:
-                count["followed_offsite"] += 1
-            elif not tx.lookup.add_to_trace(parent.trace, key, now):
-                count["followed_seen"] += 1
-            elif url == parent.url or _is_fresh(tx, session, key, now - window):
-                count["followed_fresh"] += 1
-            else:
-                child = _child_of(parent, link, url, host_key(url, by=s.host_by))
-                if not tx.lookup.known([child.id]):
-                    children.append(child)
-                    count["followed"] += 1
-        _insert(tx, children, now, self.settings.pipeline)
-
     def _promote_duplicate(self, tx: Transaction, dead: Event, now: float) -> None:
         """Reopen the oldest duplicate of a dead owner, once, with a new budget."""
         found = tx.lookup.oldest_duplicate(dead.id)
@@ -394,24 +343,6 @@ class Lifecycle:
         reopen_duplicate(tx, found, reason=sentence(Reason.NEWER_DATA, end.event.id), now=now)
 
 
-def _insert(tx: Transaction, events: Sequence[Event], now: float, pipeline: str) -> None:
-    """Publish the messages of new events, and insert the events with the messages' positions."""
-    accepted_at = round(now, 3)
-    stamped = [
-        msgspec.structs.replace(e, accepted_at=accepted_at, pipeline=pipeline) for e in events
-    ]
-    messages = [message_for(e, encode_event(e)) for e in stamped]
-    placed = tx.queue.enqueue(messages)
-    assert all(answer is Published.OK for answer, _ in placed), (
-        "intake limits the pending events, not the broker"
-    )
-    rows = [
-        NewEvent(e, message.body, position)
-        for e, message, (_, position) in zip(stamped, messages, placed, strict=True)
-    ]
-    tx.events.enter(rows, now)
-
-
 def _dead_letter(end: End) -> DeadLetter:
     # A message on `pages` or `records` contains the envelope. The dead letter needs the envelope,
     # with the fields that only a newer release knows.
@@ -429,28 +360,3 @@ def _dead_letter(end: End) -> DeadLetter:
         envelope=body if own else Message.read(body).event,
         headers=msgspec.json.encode(end.delivery.headers).decode(),
     )
-
-
-def _child_of(parent: Event, link: Link, url: str, host: str) -> Event:
-    return Event(
-        id=child_id(parent.id, link.extractor, url),
-        url=url,
-        key=host,
-        topic=parent.topic,
-        source=f"follow:{link.extractor}",
-        trace=parent.trace,
-        cause=parent.id,
-        route=link.route or parent.route,
-        priority=link.priority,
-        depth=parent.depth + 1,
-        parent=parent.id,
-        window=link.window,
-    )
-
-
-def _is_fresh(tx: Transaction, session: ClaimSession, key: bytes, since: float) -> bool:
-    """Return True if the URL was requested after `since`, or if an event for the URL is open."""
-    holder = session.holder(tx, key)
-    if holder is not None and tx.lookup.is_fresh(holder.owner, since):
-        return True
-    return tx.lookup.has_open(key)

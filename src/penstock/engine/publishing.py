@@ -7,8 +7,16 @@ from collections.abc import Sequence
 import msgspec
 
 from penstock.errors import NewerMessage, StoreUnavailable
-from penstock.model import Event, decode_event
-from penstock.ports import Delivery, EventState, Out, Published, StoredEvent, Transaction
+from penstock.model import Event, decode_event, encode_event
+from penstock.ports import (
+    Delivery,
+    EventState,
+    NewEvent,
+    Out,
+    Published,
+    StoredEvent,
+    Transaction,
+)
 from penstock.rules.envelopes import encode_again
 
 
@@ -17,6 +25,24 @@ def message_for(event: Event, body: bytes) -> Out:
     return Out(
         topic=event.topic, id=event.id, key=event.key, body=body, priority=int(event.priority)
     )
+
+
+def insert_events(tx: Transaction, events: Sequence[Event], now: float, pipeline: str) -> None:
+    """Publish the messages of new events, and insert the events with the messages' positions."""
+    accepted_at = round(now, 3)
+    stamped = [
+        msgspec.structs.replace(e, accepted_at=accepted_at, pipeline=pipeline) for e in events
+    ]
+    messages = [message_for(e, encode_event(e)) for e in stamped]
+    placed = tx.queue.enqueue(messages)
+    assert all(answer is Published.OK for answer, _ in placed), (
+        "intake limits the pending events, not the broker"
+    )
+    rows = [
+        NewEvent(e, message.body, position)
+        for e, message, (_, position) in zip(stamped, messages, placed, strict=True)
+    ]
+    tx.events.enter(rows, now)
 
 
 def message_again(d: Delivery, *, not_before: float, elsewhere: bool = False) -> Out:
