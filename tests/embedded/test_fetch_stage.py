@@ -25,6 +25,7 @@ from penstock.net.guard import Guard, parse_allow
 from penstock.net.http import CurlFetcher, HttpOptions
 from penstock.ports import Baseline, Response
 from penstock.rules import pace as rules
+from penstock.rules import robots
 from penstock.rules.identity import canonical_url, host_key
 from penstock.testing.web import Reply, Request, Web, reply, tagged
 
@@ -256,6 +257,27 @@ async def test_a_cached_robots_is_used_until_it_expires() -> None:
         r.web.route("/robots.txt", reply("User-agent: *\nDisallow: /yes\n", "text/plain"))
         assert (await r.fails("/yes")).kind is ErrorClass.PERMANENT
         assert r.web.counts["/robots.txt"] == 1
+
+
+async def test_concurrent_fetches_parse_a_large_stored_robots_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parsed = []
+    parse = robots.from_answer
+
+    def counted(status: int | None, body: bytes = b"") -> robots.Robots:
+        parsed.append(len(body))
+        return parse(status, body)
+
+    monkeypatch.setattr(robots, "from_answer", counted)
+    async with rig() as r:
+        # The rules take more memory than RULES_IN_MEMORY.
+        body = b"User-agent: *\n" + b"".join(b"Allow:/%x\n" % n for n in range(45_000))
+        r.hosts.cached_robots[r.web.url("")] = (body, 200, r.time.now() + 3600)
+        r.web.route("/*", PAGE)
+        for _ in range(2):
+            await asyncio.gather(*[r.fetch(f"/{n}") for n in range(10)])
+        assert parsed == [len(body)]
 
 
 @pytest.mark.parametrize(

@@ -137,12 +137,16 @@ class RobotsTxt:
     # -- fetching ----------------------------------------------------------------------------------
 
     async def _keep(self, site: str, body: bytes | None, status: int, until: float) -> CachedRules:
-        known = await self._parse(body or b"", status, until)
+        known = await self._parse(site, body or b"", status, until)
         await self._remember(site, known)
         return known
 
-    async def _parse(self, body: bytes, status: int, until: float) -> CachedRules:
-        """Return the rules. A large file is parsed in a thread, so that the loop continues."""
+    async def _parse(self, site: str, body: bytes, status: int, until: float) -> CachedRules:
+        """Return the rules. A large file is parsed in a thread, so that the loop continues.
+
+        Many events of one site may load its file from the fleet's cache together. The first parses
+        it for all of them.
+        """
         if len(body) <= rules.QUICK_BYTES:
             return CachedRules(rules.from_answer(status or None, body), status, until)
 
@@ -150,15 +154,22 @@ class RobotsTxt:
             return rules.from_answer(status or None, body).only_for(self._options.agent)
 
         async with self._parsing:
+            known = self._known.get(site)
+            if known is not None and known.until >= until:
+                return known
             robots = await asyncio.to_thread(parse)
-        return CachedRules(robots, status, until, robots.size)
+            await self._remember(site, known := CachedRules(robots, status, until, robots.size))
+        return known
 
     async def _remember(self, site: str, known: CachedRules) -> None:
         if (old := self._known.pop(site, None)) is not None:
             self._size -= old.size
         self._size += known.size
         self._known[site] = known
-        while self._size > RULES_IN_MEMORY or len(self._known) > self._options.robots_in_memory:
+        # The newest entry stays, even if it is too large alone. Its site needs it again at once.
+        while len(self._known) > 1 and (
+            self._size > RULES_IN_MEMORY or len(self._known) > self._options.robots_in_memory
+        ):
             self._size -= self._known.pop(next(iter(self._known))).size
         if 200 <= known.status < 500:
             await self._pace.crawl_delay(
@@ -177,7 +188,7 @@ class RobotsTxt:
         until = self._clock.now() + ttl
         # The rules are parsed first. A file that stops this worker is not stored, so that a restart
         # does not meet it again.
-        known = await self._parse(body or b"", status, until)
+        known = await self._parse(site, body or b"", status, until)
         await self._cache.keep_robots(site, body, status, until)
         await self._remember(site, known)
         return known
