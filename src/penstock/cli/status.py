@@ -24,6 +24,7 @@ from penstock.cli.output import (
     table,
 )
 from penstock.operate.figures import count, iso, lasting, plural, short
+from penstock.ports import LINKS_WAITING
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -47,6 +48,14 @@ COUNTERS = (
     "followed",
     "unreadable",
 )
+LINKS_WAIT = (
+    "the open events use nine tenths of intake.max_pending. Links are accepted when events end"
+)
+
+
+def links_waiting(found: Standing) -> int:
+    """Return how many links wait until there is room for their events."""
+    return found.counters.get(LINKS_WAITING, 0)
 
 
 def status(
@@ -163,6 +172,10 @@ def document(looked: Look, now: float) -> dict[str, Any]:
             }
             for w in waits
         ],
+        "links": {
+            "waiting": links_waiting(found),
+            "reason": LINKS_WAIT if links_waiting(found) else None,
+        },
         "counters": {**dict.fromkeys(COUNTERS, 0), **found.counters},
         "delays": [
             {"reason": w.reason, "events": w.events, "next_at": iso(w.next_at)}
@@ -320,11 +333,13 @@ def _yield(found: Standing) -> RenderableType | None:
             line.append(f"\n{plural(c[name], 'page')}: {text}", "yellow").append(
                 f"   {advice}", "dim"
             )
+    if n := links_waiting(found):
+        line.append(f"\n{plural(n, 'link')} waiting", "yellow").append(f"   {LINKS_WAIT}", "dim")
     if c.get("unreadable"):
         line.append(
             f"\n{plural(c['unreadable'], 'message')} could not be read as an event", "yellow"
         ).append("   penstock dlq ls --stage intake, or --stage source", "dim")
-    if not any(c.get(name) for name in COUNTERS):
+    if not any(c.get(name) for name in (*COUNTERS, LINKS_WAITING)):
         return None
     return line
 

@@ -15,7 +15,8 @@ import msgspec
 from penstock.engine.breakers import Breakers, Tripped
 from penstock.engine.claim_session import Claims, ClaimSession
 from penstock.engine.gone import Visits
-from penstock.engine.links import LinkAcceptor
+from penstock.engine.link_feeder import LinkFeeder
+from penstock.engine.links import LinkAcceptor, share_out
 from penstock.engine.messages import Message
 from penstock.engine.publishing import insert_events, publish, reopen_duplicate
 from penstock.engine.settings import LifecycleSettings
@@ -104,6 +105,7 @@ class Lifecycle:
         self.settings, self._url_key, self._clock = settings, url_key, clock
         self.breakers = breakers
         self._links = LinkAcceptor(settings, url_key)
+        self.feeder = LinkFeeder(uow, claims, topics, self._links, settings.max_pending, clock)
 
     # -- accepting ---------------------------------------------------------------------------------
 
@@ -189,7 +191,7 @@ class Lifecycle:
         fence of an end was outdated. Such an end changes nothing. The outcome `absent` becomes
         `success` or `dead`, also in `ends`.
         """
-        session = await self._claims.open(lambda: self._links.keys(ends))
+        session = await self._claims.open(lambda: self._links.keys([end.links for end in ends]))
         while True:
             staged = self.pages.stage(bodies)
             try:
@@ -211,6 +213,7 @@ class Lifecycle:
             {o.topic for end in ends for o in end.publish}
             | {end.event.topic for end in ends if end.links or end.outcome in ("dead", "release")}
         )
+        self.feeder.wake(links=any(end.links for end in ends))
         if tripped:
             await self.breakers.open(tripped)
         return answers
@@ -219,6 +222,7 @@ class Lifecycle:
         self, tx: Transaction, session: ClaimSession, ends: Sequence[End], staged: StagedPages
     ) -> tuple[list[bool], list[Tripped], Sequence[End]]:
         """Return if each fence was current, what exceeded the breaker's limits, and the ends."""
+        shares, room = share_out([end.links for end in ends]), self._links.room(tx)
         now = self._clock.now()
         ends = self.breakers.causes(tx, ends)
         if tx.pages.index(staged):
@@ -239,14 +243,14 @@ class Lifecycle:
         with_records = [(end, self._url_key(end.event.url)) for end in successes if end.records]
         self.write_records(tx, with_records, delta)
         visits.record(successes, now)
-        for end in ends:
+        for end, share in zip(ends, shares, strict=True):
             count = delta[end.event.topic]
             if end.outcome == "success":
                 outcome: Outcome = Ack()
                 changed = id(end) in applied
                 if changed:
                     if end.links:
-                        self._links.accept(tx, session, end.event, end.links, now, count)
+                        self._links.accept_or_keep(tx, session, end, share, room, now, count)
                     if reads_data(end.extractors):
                         self._reopen_newer_data(tx, end, now)
                     count["success"] += 1

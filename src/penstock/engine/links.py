@@ -1,16 +1,82 @@
-"""Acceptance of the links that a page's extraction found, in the page's success transaction."""
+"""Acceptance of the links that a page's extraction found, as far as there is room.
+
+The links that find no room wait in the ledger, and `link_feeder` accepts them later.
+See docs/adr/0022-links-wait-in-the-ledger.md.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
+import msgspec
+
 from penstock.engine.claim_session import ClaimSession
 from penstock.engine.publishing import insert_events
 from penstock.engine.settings import LifecycleSettings
-from penstock.model import Event, Link, child_id
+from penstock.model import Ask, Event, Link, child_id
 from penstock.ports import End, Transaction
 from penstock.rules.identity import BadUrl, canonical_url, host_key
+
+# Links that one transaction decides. A link needs about 0.1 ms on SQLite, and the statements run on
+# the event loop. So one transaction keeps the loop for about 50 ms.
+MAX_DECIDED = 500
+CHUNK = 100  # links in one row that wait for room. The row is written again when it gets shorter.
+RESERVED = 10  # one of this many places of `max_pending` is never used for links
+
+
+def room_for_links(tx: Transaction, topic: str, max_pending: int) -> int:
+    """Return how many links of a topic may become events now.
+
+    A tenth of `max_pending` is left to sources, webhooks and `push`.
+    """
+    return max_pending - max_pending // RESERVED - tx.counters.pending(topic)
+
+
+def share_out(pages: Sequence[Sequence[Link]]) -> list[int]:
+    """Return how many links of each page one transaction may decide, in the order of the pages."""
+    left, shares = MAX_DECIDED, []
+    for links in pages:
+        shares.append(min(len(links), left))
+        left -= shares[-1]
+    return shares
+
+
+class _Chunk(msgspec.Struct, frozen=True):
+    """Links of one page that wait for room. Independent of the ledger row of the page's event."""
+
+    page: Event  # without the fields that its children do not get
+    links: Sequence[Link]
+
+
+_decode = msgspec.msgpack.Decoder(_Chunk).decode
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def read_chunk(body: bytes) -> tuple[Event, Sequence[Link]]:
+    """Return the event of the page, without its data, and the links."""
+    chunk = _decode(body)
+    return chunk.page, chunk.links
+
+
+def write_chunk(page: Event, links: Sequence[Link]) -> bytes:
+    return _encode(_Chunk(msgspec.structs.replace(page, data={}, ask=Ask()), links))
+
+
+class Room:
+    """Room for links in one transaction. Each topic is counted once."""
+
+    def __init__(self, tx: Transaction, max_pending: int) -> None:
+        self._tx, self._max_pending = tx, max_pending
+        self._left: dict[str, int] = {}
+
+    def left(self, topic: str) -> int:
+        if topic not in self._left:
+            self._left[topic] = room_for_links(self._tx, topic, self._max_pending)
+        return max(0, self._left[topic])
+
+    def use(self, topic: str, events: int) -> None:
+        self._left[topic] -= events
 
 
 class LinkAcceptor:
@@ -19,14 +85,40 @@ class LinkAcceptor:
     def __init__(self, settings: LifecycleSettings, url_key: Callable[[str], bytes]) -> None:
         self._settings, self._url_key = settings, url_key
 
-    def keys(self, ends: Sequence[End]) -> Iterator[bytes]:
+    def room(self, tx: Transaction) -> Room:
+        """Return the room for links in a transaction."""
+        return Room(tx, self._settings.max_pending)
+
+    def keys(self, pages: Sequence[Sequence[Link]]) -> Iterator[bytes]:
         """Yield the URL keys whose claims `accept` reads."""
-        for end in ends:
-            for link in end.links:
+        for links, share in zip(pages, share_out(pages), strict=True):
+            for link in links[:share]:
                 try:
                     yield self._url_key(canonical_url(link.url))
                 except BadUrl:
                     continue  # `accept` counts it
+
+    def accept_or_keep(
+        self,
+        tx: Transaction,
+        session: ClaimSession,
+        end: End,
+        share: int,
+        room: Room,
+        now: float,
+        count: Counter[str],
+    ) -> None:
+        """Accept the first links of a page, in the transaction in which its event succeeds.
+
+        At most `share` links are decided, and only while there is room. All other links are kept in
+        the ledger.
+        """
+        decided = self.accept(tx, session, end.event, end.links[:share], room, now, count)
+        rest = end.links[decided:]
+        chunks = [rest[i : i + CHUNK] for i in range(0, len(rest), CHUNK)]
+        if chunks:
+            bodies = [(len(links), write_chunk(end.event, links)) for links in chunks]
+            tx.links.store(end.row, end.event.topic, bodies)
 
     def accept(
         self,
@@ -34,13 +126,31 @@ class LinkAcceptor:
         session: ClaimSession,
         parent: Event,
         links: Sequence[Link],
+        room: Room,
         now: float,
         count: Counter[str],
-    ) -> None:
-        """Accept child events before their parent succeeds, in its transaction.
+    ) -> int:
+        """Accept links as child events while there is room. Return how many links were decided.
 
         A link that is fresh, invalid, too deep, off-site or already in the trace is only counted.
         """
+        decided = 0
+        while decided < len(links) and (left := room.left(parent.topic)):
+            some = links[decided : decided + left]
+            room.use(parent.topic, self._accept(tx, session, parent, some, now, count))
+            decided += len(some)
+        return decided
+
+    def _accept(
+        self,
+        tx: Transaction,
+        session: ClaimSession,
+        parent: Event,
+        links: Sequence[Link],
+        now: float,
+        count: Counter[str],
+    ) -> int:
+        """Accept these links, and return how many became events."""
         s = self._settings
         home = host_key(parent.url, by="domain") if s.follow_same_domain else None
         children = []
@@ -59,6 +169,7 @@ class LinkAcceptor:
                 children.append(child)
                 count["followed"] += 1
         insert_events(tx, children, now, s.pipeline)
+        return len(children)
 
     def _refusal(
         self,

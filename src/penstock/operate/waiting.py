@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias
 
 from penstock.operate.figures import plural
 from penstock.operate.routes import unserved
-from penstock.ports import OPEN, Clock, Transaction, UnitOfWork
+from penstock.ports import LINKS_WAITING, OPEN, Clock, Transaction, UnitOfWork
 from penstock.rules.waiting import APPROVAL, EXTRACTOR, TOPIC, Waiting, waiting
 
 GROUP = "main"
@@ -51,14 +51,22 @@ def approvals_in(tx: Transaction) -> list[Waiting]:
     ]
 
 
-def stuck_in(tx: Transaction) -> list[Waiting]:
+def all_ended(tx: Transaction) -> bool:
+    """Return True if every accepted event has ended, and no link waits to become an event."""
+    return tx.counters.total(*OPEN, LINKS_WAITING) == 0
+
+
+def stuck_in(
+    tx: Transaction, *, can_feed: Callable[[Transaction], bool] = lambda tx: False
+) -> list[Waiting]:
     """Return the causes if every open event waits for a cause that time alone does not end.
 
     The list is empty if an event can still proceed without an operator. If a topic is paused, an
-    event can proceed only if a worker holds its delivery.
+    event can proceed only if a worker holds its delivery. The list is also empty if `can_feed`
+    returns True: waiting links can become events.
     """
     open_ = tx.counters.total(*OPEN)
-    if not open_:
+    if not open_ or can_feed(tx):
         return []
     if tx.queue.paused():
         return waits_in(tx)

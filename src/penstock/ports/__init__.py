@@ -41,6 +41,7 @@ from penstock.ports.ledger import (
     Start,
     StoredEvent,
 )
+from penstock.ports.links import LINKS_WAITING, LinkChunk, WaitingLinks
 from penstock.ports.locks import Lock, LockTable
 from penstock.ports.outbox import Line, OutboxTable, RecordsOfEvent
 from penstock.ports.owner import StoreOwner
@@ -63,6 +64,7 @@ from penstock.ports.store import Durability, StoreFacts, Transaction, UnitOfWork
 from penstock.ports.topics import Topics
 
 __all__ = [
+    "LINKS_WAITING",
     "OPEN",
     "AbsenceTable",
     "AbsentVisit",
@@ -106,6 +108,7 @@ __all__ = [
     "LeaseTracking",
     "Leaving",
     "Line",
+    "LinkChunk",
     "LocalSink",
     "Lock",
     "LockTable",
@@ -154,4 +157,5 @@ __all__ = [
     "Topics",
     "Transaction",
     "UnitOfWork",
+    "WaitingLinks",
 ]

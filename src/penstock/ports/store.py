@@ -14,6 +14,7 @@ from penstock.ports.breakers import Breakers
 from penstock.ports.claims import ClaimTable
 from penstock.ports.hosts import HostTable
 from penstock.ports.ledger import Counters, DeadLetters, EventLookup, EventMaintenance, Events
+from penstock.ports.links import WaitingLinks
 from penstock.ports.locks import LockTable
 from penstock.ports.outbox import OutboxTable
 from penstock.ports.owner import StoreOwner
@@ -46,6 +47,7 @@ class Transaction:
     dead_letters: DeadLetters
     absences: AbsenceTable
     sources: Sources
+    links: WaitingLinks
     outbox: OutboxTable
     queue: Queue
     queue_reports: QueueReports

@@ -32,6 +32,7 @@ from penstock.ledgers.sql.counters import SqlCounters
 from penstock.ledgers.sql.dead_letters import SqlDeadLetters
 from penstock.ledgers.sql.events import SqlEvents
 from penstock.ledgers.sql.ledger import SqlLedger
+from penstock.ledgers.sql.links import SqlWaitingLinks
 from penstock.ledgers.sql.lookup import SqlEventLookup
 from penstock.ledgers.sql.maintenance import SqlEventMaintenance
 from penstock.ledgers.sql.outbox import SqlOutbox, TableWriter
@@ -181,6 +182,7 @@ class Assembly:
             dead_letters=SqlDeadLetters(sql),
             absences=SqlAbsences(sql, ledger),
             sources=SqlSources(sql),
+            links=SqlWaitingLinks(sql, ledger),
             outbox=SqlOutbox(sql, self.table_sinks),
             queue=queue,
             queue_reports=figures,

@@ -38,8 +38,8 @@ from penstock.model import mint
 from penstock.net.http import CurlFetcher
 from penstock.operate.hosts import apply_configured_exceptions
 from penstock.operate.ownership import Membership
-from penstock.operate.waiting import approvals_in, lines_about, stuck_in
-from penstock.ports import OPEN, Clock, Durability, Extraction, TableSink, Transaction
+from penstock.operate.waiting import all_ended, approvals_in, lines_about, stuck_in
+from penstock.ports import Clock, Durability, Extraction, TableSink, Transaction
 from penstock.rules.masking import mask
 from penstock.rules.waiting import Waiting
 from penstock.runtime import sink_watch
@@ -203,6 +203,7 @@ class WorkerProcess:
         self._periodic = PeriodicWork(
             self.config, self.stores, self.flushers, self._lock, fetches="fetch" in self.roles
         )
+        work["links"] = self.stores.lifecycle.feeder.run()
         work["upkeep"] = self._periodic.maintain()
         work["heartbeat"] = self._periodic.heartbeat(self._membership)
         if self.stores.relay_chores is not None:
@@ -275,15 +276,15 @@ class WorkerProcess:
                     self.stuck = await self.stores.uow.read(approvals_in)
                     return
                 if (read or await self._is_paused()) and not any(w.held for w in self.workers):
-                    self.stuck = await self.stores.uow.read(stuck_in)
+                    self.stuck = await self.stores.uow.read(
+                        partial(stuck_in, can_feed=self.stores.lifecycle.feeder.can_feed)
+                    )
                     if self.stuck:
                         return
             await self.clock.sleep(0.1)
 
     def _is_idle(self, tx: Transaction) -> bool:
-        return tx.counters.total(*OPEN) == 0 and not (
-            self.pipeline.hooks and tx.outbox.has_changes()
-        )
+        return all_ended(tx) and not (self.pipeline.hooks and tx.outbox.has_changes())
 
     async def _dead(self) -> int:
         return await self.stores.uow.read(lambda tx: tx.counters.total("dead"))

@@ -51,6 +51,10 @@ CREATE TABLE breaker(what TEXT PRIMARY KEY, class TEXT NOT NULL, reason TEXT NOT
   at REAL NOT NULL, counted INTEGER NOT NULL DEFAULT 1) WITHOUT ROWID;
 CREATE TABLE seen(trace TEXT NOT NULL, url_key BLOB NOT NULL, at REAL NOT NULL,
   PRIMARY KEY(trace, url_key)) WITHOUT ROWID;
+-- Links of ended pages that are not accepted yet. The engine encodes `body`.
+CREATE TABLE waiting_links(n INTEGER PRIMARY KEY AUTOINCREMENT, page INTEGER NOT NULL,
+  links INTEGER NOT NULL, body BLOB NOT NULL);
+CREATE INDEX waiting_links_page ON waiting_links(page, n);
 -- The pipeline whose events these are, in one row, and its workers.
 CREATE TABLE store_owner(one INTEGER PRIMARY KEY, pipeline TEXT NOT NULL, at REAL NOT NULL);
 CREATE TABLE live_worker(worker TEXT PRIMARY KEY, until REAL NOT NULL) WITHOUT ROWID;

@@ -1,0 +1,130 @@
+"""Accepts links that wait in the ledger, as soon as there is room for their events."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+
+from penstock.engine.claim_session import Claims, ClaimSession
+from penstock.engine.links import (
+    CHUNK,
+    MAX_DECIDED,
+    LinkAcceptor,
+    read_chunk,
+    room_for_links,
+    write_chunk,
+)
+from penstock.errors import StoreUnavailable
+from penstock.ports import LINKS_WAITING, Clock, LinkChunk, Topics, Transaction, UnitOfWork
+
+log = logging.getLogger("penstock.worker")
+# Seconds between two looks without an end in this process. Other workers may have stored links.
+LOOK_INTERVAL = 1.0
+# After a transaction the feeder waits this many times as long as the transaction took. So other
+# work gets at least half of the time of the event loop and of the store.
+REST = 1.0
+
+
+class LinkFeeder:
+    """Feeds waiting links of all pages in turn. Every worker may run one at the same time."""
+
+    def __init__(
+        self,
+        uow: UnitOfWork,
+        claims: Claims,
+        topics: Topics,
+        acceptor: LinkAcceptor,
+        max_pending: int,
+        clock: Clock,
+    ) -> None:
+        self._uow, self._claims, self._topics = uow, claims, topics
+        self._acceptor, self._max_pending, self._clock = acceptor, max_pending, clock
+        self._after = 0  # row number of the last page whose links were decided
+        self._waiting = True  # False if no links waited at the last look
+        self._room = asyncio.Event()
+
+    def wake(self, *, links: bool) -> None:
+        """Look again, because events have ended. `links` is True if their pages have links."""
+        if links:
+            self._waiting = True
+        if self._waiting:
+            self._room.set()
+
+    def can_feed(self, tx: Transaction) -> bool:
+        """Return True if links wait and there is room for at least one event."""
+        return tx.counters.total(LINKS_WAITING) > 0 and any(
+            room_for_links(tx, topic, self._max_pending) > 0 for topic in tx.counters.topics()
+        )
+
+    async def run(self) -> None:
+        """Accept waiting links until cancelled."""
+        while True:
+            began = self._clock.now()
+            try:
+                again = await self.feed()
+            except StoreUnavailable as e:
+                log.error("%s", e.message)
+                await self._clock.sleep(1.0)
+                continue
+            if again:
+                await self._clock.sleep(REST * max(0.0, self._clock.now() - began))
+                continue
+            try:
+                async with asyncio.timeout(LOOK_INTERVAL):
+                    await self._room.wait()
+            except TimeoutError:
+                pass
+
+    async def feed(self) -> bool:
+        """Accept the next links, in one transaction. Return True if more may be accepted now."""
+        self._room.clear()
+        self._waiting, chunks = await self._uow.read(self._next)
+        if not chunks:
+            return False
+        pages = [read_chunk(chunk.body) for chunk in chunks]
+        session = await self._claims.open(
+            lambda: self._acceptor.keys([links for _, links in pages])
+        )
+        last, topics = await self._uow.write(partial(self._feed, session, chunks))
+        if last is None:
+            return False
+        self._after = last
+        self._topics.wake(topics)
+        return True
+
+    def _next(self, tx: Transaction) -> tuple[bool, list[LinkChunk]]:
+        """Return whether links wait, and the oldest chunk of each page whose turn it is."""
+        if not tx.counters.total(LINKS_WAITING):
+            return False, []
+        room = max(
+            (room_for_links(tx, topic, self._max_pending) for topic in tx.counters.topics()),
+            default=0,
+        )
+        if room <= 0:
+            return True, []
+        most = min(MAX_DECIDED // CHUNK, room // CHUNK + 1)
+        return True, tx.links.next_after(self._after, most) or tx.links.next_after(0, most)
+
+    def _feed(
+        self, session: ClaimSession, chunks: Sequence[LinkChunk], tx: Transaction
+    ) -> tuple[int | None, set[str]]:
+        """Return the row number of the last page of which links were decided, and their topics."""
+        now, last = self._clock.now(), None
+        room = self._acceptor.room(tx)
+        counts: dict[str, Counter[str]] = {}
+        for chunk in chunks:
+            if not tx.links.holds(chunk):
+                last = chunk.page  # another worker was faster, so look again
+                continue
+            page, links = read_chunk(chunk.body)
+            count = counts.setdefault(page.topic, Counter())
+            if decided := self._acceptor.accept(tx, session, page, links, room, now, count):
+                rest = links[decided:]
+                tx.links.shorten(chunk, page.topic, len(rest), write_chunk(page, rest))
+                last = chunk.page
+        for topic, count in counts.items():
+            tx.counters.add(topic, count)
+        return last, set(counts)
