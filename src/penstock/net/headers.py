@@ -31,23 +31,31 @@ def parse_head(lines: list[bytes]) -> tuple[int, str, dict[str, str]]:
         if len(plain) == len(pairs):  # every line was parsed alone, no name is repeated
             return *_status(lines[0].decode("latin-1")), plain
     head, end, rest = b"".join(lines).decode("latin-1").replace("\r\n", "\n").partition("\n\n")
-    while rest.startswith("HTTP/"):
-        head, end, rest = rest.partition("\n\n")
-    if not end:
+    complete = bool(end)
+    if rest.startswith("HTTP/"):
+        head, complete = _last_head(rest)
+    if not complete:
         raise breach(Reason.CUT)
     if "\n " in head or "\n\t" in head:
         head = _fold(" ", head)
     first, *fields = head.split("\n")
-    headers: dict[str, str] = {}
+    values: dict[str, list[str]] = {}
     for field in fields:
         name, colon, value = field.partition(":")
         if not colon:
             continue
-        name = name.rstrip().lower()
-        if name in headers:
-            value = headers[name] + ("\n" if name == "set-cookie" else ", ") + value.strip()
-        headers[name] = value.strip()
-    return *_status(first), headers
+        values.setdefault(name.rstrip().lower(), []).append(value.strip())
+    return *_status(first), {
+        name: ("\n" if name == "set-cookie" else ", ").join(found).strip()
+        for name, found in values.items()
+    }
+
+
+def _last_head(rest: str) -> tuple[str, bool]:
+    """Return the last of several heads, and whether it is complete."""
+    heads = rest.split("\n\n")
+    last = next((n for n, head in enumerate(heads) if not head.startswith("HTTP/")), len(heads)) - 1
+    return heads[last], last < len(heads) - 1
 
 
 @lru_cache(maxsize=64)
