@@ -5,6 +5,7 @@ Elements are moved atomically into a hash, and deleted from it when the ledger h
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
@@ -18,6 +19,7 @@ from penstock.config.options import resolve_env
 from penstock.errors import ConfigError, PenstockError, SourceDown, UsageError
 from penstock.model import mint
 from penstock.ports import Batch, Finding
+from penstock.rules.json_limits import check_values
 from penstock.rules.masking import mask
 from penstock.sources.base import BATCH, BaseSource, SourceContext, options
 from penstock.stores.redis import Script, Server
@@ -142,7 +144,8 @@ class RedisList(BaseSource):
         while True:
             epoch, left, taken = await self._run(TAKE, BATCH)
             if taken:
-                findings = [self._finding(epoch, *element) for element in taken]
+                # A batch may have several megabytes of JSON.
+                findings = await asyncio.to_thread(self._findings, epoch, taken)
                 yield Batch(findings=findings, cursor=taken[-1][0], backlog=left)
                 # If that fails, the elements are read again, with the same ids.
                 numbers = [number for number, _, _ in taken]
@@ -186,6 +189,9 @@ class RedisList(BaseSource):
                 hint="use list=KEY, set=KEY or zset=KEY in the source's URL",
             ) from None
 
+    def _findings(self, epoch: str, taken: Sequence[tuple[bytes, int, bytes]]) -> list[Finding]:
+        return [self._finding(epoch, *element) for element in taken]
+
     def _finding(self, epoch: str, number: bytes, length: int, raw: bytes) -> Finding:
         text = raw.decode("utf-8", "surrogateescape")
         url, payload, wrong = _read(text, length)
@@ -201,7 +207,7 @@ class RedisList(BaseSource):
 
     async def preview(self, cursor: bytes | None, limit: int) -> Sequence[Finding]:
         epoch, _, shown = await self._run(PEEK, limit)
-        return [self._finding(epoch or self._epoch, *element) for element in shown]
+        return await asyncio.to_thread(self._findings, epoch or self._epoch, shown)
 
     async def place(self, to: str) -> bytes | None:
         raise UsageError(
@@ -229,6 +235,7 @@ def _read(text: str, length: int) -> tuple[str | None, dict[str, Any], str]:
         wrong = "the element is not UTF-8"
     elif text.lstrip()[:1] == "{":
         try:
+            check_values(text.encode())
             found = _decode(text)
         except (msgspec.DecodeError, ValueError, RecursionError) as e:
             wrong = f"the element is no JSON: {str(e)[:200]}"

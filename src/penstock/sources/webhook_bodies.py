@@ -13,6 +13,7 @@ from urllib.parse import unquote
 import msgspec
 
 from penstock.errors import RequestRefused
+from penstock.rules.json_limits import TooManyValues, check_values
 from penstock.rules.signatures import Headers
 
 JSON, NDJSON = "application/json", "application/x-ndjson"
@@ -21,6 +22,8 @@ TYPES = (JSON, NDJSON, "application/ndjson", EVENT, EVENTS)
 # JSON types also have a suffix form, such as application/vnd.github+json.
 KIND = re.compile(r"application/([a-z0-9][a-z0-9!#$&^_.-]*\+)?json")
 MAX_ATTRIBUTE = 1024  # characters of an attribute
+# Bodies are parsed on the event loop. This many values take about 10 ms.
+MAX_VALUES = 50_000
 _decode = msgspec.json.Decoder().decode
 
 
@@ -65,6 +68,10 @@ def media(headers: Headers) -> str:
 def items(headers: Headers, body: bytes, limit: int) -> list[Item]:
     """Parse a body into at most `limit` items. Raises RequestRefused if any item is invalid."""
     kind = media(headers)
+    try:
+        check_values(body, MAX_VALUES)
+    except TooManyValues as e:
+        raise RequestRefused(413, f"the body {e}", hint="send several requests") from None
     if not body.strip():
         raise RequestRefused(
             400, "the body is empty", hint='for example {"url": "https://example.com/p/1"}'
@@ -89,6 +96,10 @@ def items(headers: Headers, body: bytes, limit: int) -> list[Item]:
             )
         return [_binary(headers, _json(body))]
     if kind != JSON and kind in TYPES:
+        if body.count(b"\n") > MAX_VALUES:
+            raise RequestRefused(
+                413, f"the body has more than {MAX_VALUES} lines", hint="send several requests"
+            )
         lines = (line for line in body.split(b"\n") if line.strip())
         return [
             _plain(_json(line, f"line {i + 1}: "), f"line {i + 1}: ")

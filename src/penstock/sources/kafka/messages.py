@@ -13,6 +13,7 @@ import msgspec
 
 from penstock.model import mint
 from penstock.ports import Finding
+from penstock.rules.json_limits import TooManyValues, check_values
 
 FORMATS = ("auto", "json", "debezium", "cloudevents")
 # Create, read (snapshot), update, delete, truncate, message.
@@ -326,6 +327,10 @@ def _time(text: Any) -> float | None:
 
 
 def _json(raw: bytes) -> Any:
+    try:
+        check_values(raw)
+    except TooManyValues as e:
+        raise UnreadableMessage(f"its JSON {e}") from None
     # The format of schema registries: a zero byte, the schema's number, and the data, which is
     # JSON for JSON Schema.
     if raw[:1] == b"\0" and len(raw) > 5:

@@ -13,6 +13,8 @@ from typing import Any, NoReturn, TypeAlias
 
 import msgspec
 
+from penstock.rules.json_limits import check_values
+
 EPOCH = 946_684_800.0  # 2000-01-01: the server counts microseconds from this date
 _BEGIN = struct.Struct(">QqI")
 _COMMIT = struct.Struct(">BQQq")
@@ -346,7 +348,9 @@ def _real(text: str) -> Any:
 
 
 def _json(text: str) -> Any:
+    """Decode a value. A value that is not JSON, or that has too many values, stays text."""
     try:
+        check_values(text.encode("utf-8", "replace"))
         return msgspec.json.decode(text)
     except (msgspec.MsgspecError, RecursionError, ValueError):
         return text
