@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 
+from penstock.rules.json_limits import check_values
 from penstock.sources.gzip_members import BrokenGzip, GzipMembers
 from penstock.sources.seeds.files import OpenObject
 
@@ -22,6 +23,10 @@ RATIO_FREE: Final = 64 << 20  # decompressed bytes for which the ratio is not ch
 # Bytes of a CSV record over several lines. Without a limit, one stray quote would make the rest of
 # the object a single record.
 MAX_SPAN: Final = 64 << 10
+# Bytes that may be searched in vain for the end of a quote: this many, and as many times the bytes
+# that were read. Without a limit, lines of five bytes would need 64 KiB of work each.
+VAIN_FREE: Final = 4 << 20
+VAIN_RATIO: Final = 8
 LONG_SHOWN: Final = 2000  # bytes of a record that is too long, in the finding
 SHOWN: Final = 500  # characters of a record that cannot be parsed, in the payload
 # URL (or None) and payload of a record. A blank line or a comment has neither.
@@ -125,6 +130,7 @@ class Lines:
         self._sum, self._summed = sum, 0  # checksum of all bytes before `_summed` in the data
         # Start of a line that is too long, until its end is found.
         self._long_line: Record | None = None
+        self._vain = -VAIN_RATIO * offset  # searched bytes, less those that the offset allows
         self._safe = (offset, line, sum)  # last position at which reading may be resumed
         self.budget = 0
 
@@ -256,7 +262,8 @@ class Lines:
         end = self._line_end(0)
         if end <= 0 or self._data.find(b'"', self._pos, self._pos + end) < 0:
             return end
-        missing = 1
+        missing, first = 1, end
+        may_search = self._vain < VAIN_FREE + VAIN_RATIO * self.offset
 
         def lines() -> Iterator[str]:
             nonlocal end, missing
@@ -264,7 +271,8 @@ class Lines:
             while True:
                 # Only quotes and delimiters matter here, so any encoding of single bytes is right.
                 yield self._data[self._pos + start : self._pos + end].decode("latin-1")
-                start, following = end, self._line_end(end) if end <= MAX_SPAN else -1
+                within = may_search and end <= MAX_SPAN
+                start, following = end, self._line_end(end) if within else -1
                 if following <= 0:
                     missing = following
                     return
@@ -274,6 +282,8 @@ class Lines:
             next(csv.reader(lines(), delimiter=delimiter), None)
         except csv.Error:
             return end  # the parser of the format reports the error
+        if missing < 0:
+            self._vain += end - first
         return end if missing > 0 else missing
 
 
@@ -291,6 +301,7 @@ def parse_json(text: str) -> ParsedLine | None:
     if not text.strip():
         return None
     try:
+        check_values(text.encode("utf-8", "replace"))
         found = _decode(text)
     except (msgspec.DecodeError, ValueError, RecursionError) as e:
         raise BadLine(f"the line is no JSON: {str(e)[:200]}") from None
