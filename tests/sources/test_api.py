@@ -77,24 +77,25 @@ def test_a_csv_row_becomes_an_item_with_the_columns_of_the_header(
 
 def test_ignored_fields_and_the_order_of_fields_do_not_change_the_hash() -> None:
     made = shape(ignore=["views", "meta.at", "offers.seen"])
-    one = made.page(
+    (one,) = made.page(
         b'[{"id":1,"views":1,"meta":{"at":1,"x":1},"offers":[{"seen":1,"p":2}]}]', None
-    ).items[0]
-    two = made.page(
+    ).items
+    (two,) = made.page(
         b'[{"offers":[{"p":2,"seen":9}],"meta":{"x":1},"id":1,"views":77}]', None
-    ).items[0]
-    assert one.hash == two.hash != made.page(b'[{"id":1,"meta":{"x":2}}]', None).items[0].hash
+    ).items
+    (other,) = made.page(b'[{"id":1,"meta":{"x":2}}]', None).items
+    assert one.hash == two.hash != other.hash
 
 
 def test_an_item_key_may_have_any_type_but_must_not_be_empty() -> None:
     keys = [i.key for i in shape(key="[a, b]").page(b'[{"a":1,"b":"x"}]', None).items]
     assert keys == ['[1,"x"]']
-    assert shape(key="a.b").page(b'[{"a":{}}]', None).items[0].refused == "its key is empty"
-    assert (
-        shape().page(b'[{"price":1}]', None).items[0].key
-        == shape().page(b'[{"price":1}]', None).items[0].hash
-    )
-    assert shape().page(b'["/p/1"]', None).items[0].payload == {"url": "/p/1"}
+    (item,) = shape(key="a.b").page(b'[{"a":{}}]', None).items
+    assert item.refused == "its key is empty"
+    (item,) = shape().page(b'[{"price":1}]', None).items
+    assert item.key == item.hash
+    (item,) = shape().page(b'["/p/1"]', None).items
+    assert item.payload == {"url": "/p/1"}
 
 
 NO_PAGE = {
@@ -102,7 +103,7 @@ NO_PAGE = {
     "HTML": (b"<!doctype html><p>busy", "HTML page"),
     "half of it": (b'[{"id": 1', "not JSON"),
     "an object": (b'{"products": []}', "no list where the items should be"),
-    "deep": (b"[" * 1_000_000, "not JSON"),
+    "deep": (b"[" * 100_000, "not JSON"),
     "50 MB": (b"[" + b" " * 50_000_000 + b"]", "bytes, of at most"),
     "many": (b"[" + b"0," * 3_000_000 + b"0]", "values"),
     "noise": (bytes(range(128, 256)), "not JSON"),

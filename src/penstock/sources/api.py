@@ -5,11 +5,11 @@ See `api_parser` for how a result page is parsed.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from hashlib import blake2b
-from typing import Any
+from itertools import islice
+from typing import Any, ParamSpec, TypeVar
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 import msgspec
@@ -22,6 +22,7 @@ from penstock.rules.identity import BadUrl, canonical_url, origin
 from penstock.rules.masking import mask
 from penstock.sources.api_parser import ApiError, ItemFormat, Page, next_link
 from penstock.sources.base import BATCH, SourceContext, options
+from penstock.sources.parser_thread import in_parser_thread
 from penstock.sources.polling import (
     Polling,
     SeenVersions,
@@ -36,6 +37,8 @@ from penstock.sources.polling import (
     validators,
 )
 
+P = ParamSpec("P")
+T = TypeVar("T")
 log = logging.getLogger("penstock.sources")
 DEFAULT_INTERVAL = 300.0  # seconds between two rounds
 ACCEPT = "application/json, text/csv;q=0.9, */*;q=0.5"
@@ -106,8 +109,8 @@ class ApiSource(Polling):
         The ids depend on the cursor at the start. So an interrupted round is repeated with the same
         ids, and reports no change twice.
         """
-        state = await asyncio.to_thread(unpack, cursor, _State) or _State()
-        seen_versions = await asyncio.to_thread(SeenVersions, state.memory, self._max_items)
+        state = await in_parser_thread(unpack, cursor, _State) or _State()
+        seen_versions = await in_parser_thread(SeenVersions, state.memory, self._max_items)
         silent = not state.pages and self._first == "none"
         url: str | None = self._paging.first(self._url)
         seen: set[bytes] = set()
@@ -134,14 +137,23 @@ class ApiSource(Polling):
                     )
                 break
             seen.add(body)
-            page = await self._page(response, url)
-            pages, items = pages + 1, items + len(page.items)
-            found = self._new_findings(page, seen_versions, response.url)
-            for n in range(0, max(1, len(found)), BATCH):
-                yield Batch(findings=[] if silent else found[n : n + BATCH])
+            page = await self._parsed(
+                url, self._format.page, response.body, response.headers.get("content-type")
+            )
+            pages, before = pages + 1, items
+            while True:
+                made, found = await self._parsed(
+                    url, self._new_findings, page, seen_versions, response.url
+                )
+                items += made
+                yield Batch(findings=[] if silent else found)
+                if made < BATCH or items >= self._max_items:
+                    break
             if pages == 1:
                 etag, modified = validators(response)
-            following = self._paging.next(self._url, url, response, page, pages=pages, items=items)
+            following = self._paging.next(
+                self._url, url, response, page.next, pages=pages, items=items, last=items == before
+            )
             if following is not None and (pages >= self._max_pages or items >= self._max_items):
                 log.warning(
                     "source %s: more than %d pages or %d items, so the rest is not read",
@@ -157,7 +169,7 @@ class ApiSource(Polling):
                 self.name,
                 seen_versions.repeated,
             )
-        packed = await asyncio.to_thread(
+        packed = await in_parser_thread(
             pack, _State(1, pages, etag, modified, seen_versions.stored())
         )
         yield Batch(cursor=packed if packed != cursor else None, idle=True)
@@ -172,19 +184,22 @@ class ApiSource(Polling):
             url, etag=known.etag, last_modified=known.modified, headers=headers
         )
 
-    async def _page(self, response: Response, url: str) -> Page:
+    async def _parsed(self, url: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run `work` on a page in the thread of the parsers. Raises SourceDown."""
         try:
-            return await asyncio.to_thread(
-                self._format.page, response.body, response.headers.get("content-type")
-            )
+            return await in_parser_thread(work, *args, **kwargs)
         except ApiError as e:
             raise SourceDown(
                 f"{mask(url)} is not a page of items: it {e.reason}", hint=e.hint
             ) from None
 
-    def _new_findings(self, page: Page, seen_versions: SeenVersions, base: str) -> list[Finding]:
+    def _new_findings(
+        self, page: Page, seen_versions: SeenVersions, base: str
+    ) -> tuple[int, list[Finding]]:
+        """Read up to `BATCH` items. Return their number, and the findings of those that changed."""
+        items = list(islice(page.items, BATCH))
         found = []
-        for item in page.items:
+        for item in items:
             id_parts = seen_versions.observe(item.key, short_hash(item.hash))
             if id_parts is None:
                 continue
@@ -199,7 +214,7 @@ class ApiSource(Polling):
                     refused=item.refused,
                 )
             )
-        return found
+        return len(items), found
 
     def describe(self, cursor: bytes | None) -> str:
         state = unpack(cursor, _State)
@@ -252,17 +267,26 @@ class _Paging:
         )
 
     def next(
-        self, endpoint: str, url: str, response: Response, page: Page, *, pages: int, items: int
+        self,
+        endpoint: str,
+        url: str,
+        response: Response,
+        following: Any,
+        *,
+        pages: int,
+        items: int,
+        last: bool,
     ) -> str | None:
         """Return the URL of the next page, or None after the last page.
 
-        `pages` and `items` are the numbers read so far in this round. Raises SourceDown if the
-        response has an invalid URL.
+        `following` is the result of the expression for the next page. `pages` and `items` are the
+        numbers read so far in this round. `last` is True if this page had no items. Raises
+        SourceDown if the response has an invalid URL.
         """
         if self.counts:
-            following = self._start + (pages if self._method == "page" else items)
-            return _set_parameter(endpoint, self._parameter, str(following)) if page.items else None
-        given = next_link(response.headers) if self._method == "link" else page.next
+            number = self._start + (pages if self._method == "page" else items)
+            return None if last else _set_parameter(endpoint, self._parameter, str(number))
+        given = next_link(response.headers) if self._method == "link" else following
         if given is None or given in ("", False):
             return None
         try:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from hashlib import blake2b
+from itertools import zip_longest
 from typing import Any
 
 import msgspec
@@ -17,10 +19,13 @@ import msgspec
 from penstock.authoring.pipeline import SourceSpec
 from penstock.errors import PenstockError
 from penstock.rules.expressions import Expression, Unfit
+from penstock.sources.json_documents import decode_json
 from penstock.sources.markup import UnreadableDocument, encoding_of, gunzip
 
 MAX_BYTES = 16 << 20  # bytes of one decompressed result page
-MAX_VALUES = 2_000_000  # of one result page: a small value takes about a hundred bytes of memory
+MAX_LINE = 1 << 20  # characters of a line of CSV
+MAX_COLUMNS = 10_000
+MAX_CELLS = 2_000_000  # of a CSV page, with those that a short row lacks
 _link = re.compile(
     r'<([^<>]{1,8192})>((?:\s*;\s*[\w*-]+\s*=\s*(?:"[^"]{0,1000}"|[^\s",;]{0,1000}))*)'
 )
@@ -48,7 +53,9 @@ class Item(msgspec.Struct, frozen=True):
 
 
 class Page(msgspec.Struct, frozen=True):
-    items: list[Item]
+    # Items are made when they are read, because all of them together would take too much memory.
+    # Reading may raise ApiError.
+    items: Iterator[Item]
     next: Any = None  # result of the `next` expression
 
 
@@ -79,11 +86,11 @@ class ItemFormat:
 
     def page(self, body: bytes, content_type: str | None) -> Page:
         """Parse a result page. Raises ApiError, and no other exception, for any bytes."""
-        try:
+        with _errors():
             body = gunzip(body, MAX_BYTES)
             if self._is_csv(body, content_type):
-                return Page([self._item(row) for row in self._rows(body, content_type)])
-            document = _json(body)
+                return Page(self._items_of(self._rows(body, content_type)))
+            document = decode_json(body)
             found = self._items.search(document)
             if not isinstance(found, list):
                 lists = (
@@ -97,15 +104,14 @@ class ItemFormat:
                     hint=f'items = "{lists[0] if lists else "data.items"}", a JMESPath expression',
                 )
             return Page(
-                [self._item(item) for item in found],
+                self._items_of(found),
                 self._next.search(document) if self._next is not None else None,
             )
-        except UnreadableDocument as e:
-            raise ApiError(e.reason) from None
-        except (Unfit, RecursionError, TypeError, ValueError) as e:
-            raise ApiError(
-                f"does not fit the source's expressions: {' '.join(str(e).split())[:200]}"
-            ) from None
+
+    def _items_of(self, found: Iterable[Any]) -> Iterator[Item]:
+        with _errors():
+            for item in found:
+                yield self._item(item)
 
     def _is_csv(self, body: bytes, content_type: str | None) -> bool:
         if self._format is not None:
@@ -115,24 +121,30 @@ class ItemFormat:
             return "json" not in kind
         return body.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] not in (b"{", b"[", b"<", b"")
 
-    def _rows(self, body: bytes, content_type: str | None) -> list[dict[str, Any]]:
-        text = (
-            body.decode(encoding_of(body, content_type), "replace")
-            .lstrip("\ufeff")
-            .replace("\0", "")
-        )
-        head = text[:65536].lstrip().partition("\n")[0]
+    def _rows(self, body: bytes, content_type: str | None) -> Iterator[dict[str, Any]]:
+        """Yield the rows of a CSV page. The page is decoded line by line."""
+        encoding = encoding_of(body, content_type)
+        start = body[:65536].decode(encoding, "replace").lstrip("\ufeff").lstrip()
+        head = start.partition("\n")[0]
         if not head.strip() or head.startswith("<"):
             raise UnreadableDocument("is an HTML page or XML, not CSV" if head else "is empty")
         delimiter = self._delimiter or max(_delimiters, key=head.count)
-        if text.count(delimiter) + text.count("\n") > MAX_VALUES:
-            raise UnreadableDocument(f"has more than {MAX_VALUES} values")
+        cells = 0
         try:
-            rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-            return [
-                {name.strip(): value for name, value in row.items() if isinstance(name, str)}
-                for row in rows
-            ]
+            rows = csv.reader(_lines(body, encoding), delimiter=delimiter, strict=True)
+            columns = next((row for row in rows if row), [])
+            if len(columns) > MAX_COLUMNS:
+                raise UnreadableDocument(f"has {len(columns)} columns, of at most {MAX_COLUMNS}")
+            for row in rows:
+                # A row without some cells gets them, so a short row costs as much as a long one.
+                cells += max(len(columns), len(row))
+                if cells > MAX_CELLS:
+                    raise UnreadableDocument(f"has more than {MAX_CELLS} values")
+                if row:
+                    yield {
+                        name.strip(): value
+                        for name, value in zip_longest(columns, row[: len(columns)])
+                    }
         except csv.Error as e:
             raise UnreadableDocument(f"is broken CSV: {e}") from None
 
@@ -179,23 +191,28 @@ def next_link(headers: Mapping[str, str]) -> str | None:
     return None
 
 
-def _json(body: bytes) -> Any:
-    if not body.strip():
-        raise UnreadableDocument("is empty")
-    if body.count(b",") + body.count(b"[") + body.count(b"{") > MAX_VALUES:
-        raise UnreadableDocument(f"has more than {MAX_VALUES} values")
-    encoding = encoding_of(body, None)
+@contextmanager
+def _errors() -> Iterator[None]:
+    """Raise ApiError for each error of a document."""
     try:
-        return msgspec.json.decode(
-            body.removeprefix(b"\xef\xbb\xbf")
-            if encoding == "utf-8"
-            else body.decode(encoding, "replace").lstrip("\ufeff")
-        )
-    except (msgspec.MsgspecError, ValueError, RecursionError) as e:
-        html = re.match(rb"\s*<(!doctype|html)", body[:200], re.I)
-        raise UnreadableDocument(
-            "is an HTML page" if html else f"is not JSON: {' '.join(str(e).split())[:200]}"
+        yield
+    except UnreadableDocument as e:
+        raise ApiError(e.reason) from None
+    except (Unfit, RecursionError, TypeError, ValueError) as e:
+        raise ApiError(
+            f"does not fit the source's expressions: {' '.join(str(e)[:1000].split())[:200]}"
         ) from None
+
+
+def _lines(body: bytes, encoding: str) -> Iterator[str]:
+    """Yield the lines of a CSV page, with their ends. Raises UnreadableDocument."""
+    text = io.TextIOWrapper(io.BytesIO(body), encoding, errors="replace", newline="")
+    is_first = True
+    while line := text.readline(MAX_LINE + 1):
+        if len(line) > MAX_LINE:
+            raise UnreadableDocument(f"has a line of more than {MAX_LINE} characters")
+        yield (line.lstrip("\ufeff") if is_first else line).replace("\0", "")
+        is_first = False
 
 
 def _without(value: Any, path: list[str]) -> Any:

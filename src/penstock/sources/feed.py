@@ -5,7 +5,6 @@ See `feed_parser` for how a feed is parsed.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
@@ -13,10 +12,12 @@ import msgspec
 from penstock.authoring.pipeline import SourceSpec
 from penstock.errors import SourceDown
 from penstock.model import mint
-from penstock.ports import Batch, Finding
+from penstock.ports import Batch, Finding, Response
 from penstock.rules.masking import mask
 from penstock.sources.base import BATCH, SourceContext, options
-from penstock.sources.feed_parser import MAX_ENTRIES, Feed, FeedEntry, FeedError, Hints, parse
+from penstock.sources.feed_entries import Feed, FeedEntry, Hints
+from penstock.sources.feed_parser import MAX_ENTRIES, FeedError, parse
+from penstock.sources.parser_thread import in_parser_thread
 from penstock.sources.polling import (
     Polling,
     SeenVersions,
@@ -76,13 +77,20 @@ class FeedSource(Polling):
             yield Batch(cursor=pack(state) if state.not_before else None, idle=True)
             return
         try:
-            feed = await asyncio.to_thread(
-                parse, response.body, response.headers.get("content-type")
-            )
+            found, new_state = await in_parser_thread(self._parsed, response, state, now)
         except FeedError as e:
             raise SourceDown(
                 f"{mask(self._url)} is not a feed: it {e.reason}", hint=e.hint
             ) from None
+        for n in range(0, len(found), BATCH):
+            yield Batch(findings=found[n : n + BATCH])
+        yield Batch(cursor=await in_parser_thread(pack, new_state), idle=True)
+
+    def _parsed(
+        self, response: Response, state: _State | None, now: float
+    ) -> tuple[list[Finding], _State]:
+        """Return the findings of a response, and the state after it. Raises FeedError."""
+        feed = parse(response.body, response.headers.get("content-type"))
         seen_versions = SeenVersions(state.memory if state else StoredVersions(), MAX_KNOWN_ENTRIES)
         found = self._new_findings(feed, seen_versions, response.url)
         if state is None and self._first != "all":
@@ -92,19 +100,12 @@ class FeedSource(Polling):
                 for f in found
                 if self._first == "latest" and newest is not None and f.cause == newest.id
             ]
-        for n in range(0, len(found), BATCH):
-            yield Batch(findings=found[n : n + BATCH])
-        yield Batch(
-            cursor=pack(
-                _State(
-                    1,
-                    *validators(response),
-                    self._next_due(feed.hints, now),
-                    feed.hints,
-                    seen_versions.stored(),
-                )
-            ),
-            idle=True,
+        return found, _State(
+            1,
+            *validators(response),
+            self._next_due(feed.hints, now),
+            feed.hints,
+            seen_versions.stored(),
         )
 
     def _new_findings(self, feed: Feed, seen_versions: SeenVersions, base: str) -> list[Finding]:

@@ -7,27 +7,28 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
-from hashlib import blake2b
 from typing import Any
 from urllib.parse import urljoin
 
-import msgspec
 from lxml import etree
 
 from penstock.errors import PenstockError
-from penstock.sources.markup import UnreadableDocument, gunzip, parse_date, repair_entities, text_of
+from penstock.sources.feed_entries import HOUR, MAX_NAME, Feed, FeedEntry, Hints, make_entry
+from penstock.sources.json_documents import decode_json
+from penstock.sources.markup import (
+    UnreadableDocument,
+    check_memory,
+    gunzip,
+    repair_entities,
+    text_of,
+)
 
 MAX_BYTES = 16 << 20  # bytes of a decompressed feed
 MAX_LENIENT = 256 << 10  # characters of a feed that is parsed by feedparser
 MAX_ENTRIES = 10_000  # the first entries are used, because a feed starts with its newest entry
-MAX_TEXT = 4000  # characters of a summary in the payload. The hash covers the whole summary.
-MAX_NAME = 1000  # characters of a title, a tag or an author
-MAX_ID = 4000  # characters
-MAX_HINT = 86400.0  # seconds. A longer interval that a feed requests is shortened to this.
-HOUR = 3600.0
+MAX_BASE = 2048  # characters of an xml:base, and of a URL that is joined with it
+MAX_FIELDS = 100  # elements with the same name in one entry
 
 _PREFIXES = {
     "http://www.w3.org/2005/Atom": "atom",
@@ -49,6 +50,7 @@ _PERIODS = {
     "yearly": 365 * 86400.0,
 }
 _DAYS = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
+_CONTROLS = bytes({*range(32)} - {*b"\t\n\r"})
 _BASE = "{http://www.w3.org/XML/1998/namespace}base"
 _PLAIN = {"resolve_relative_uris": False, "sanitize_html": False}
 _beginning = re.compile(r"<(?:\?xml|(?:[\w-]{1,20}:)?(?:rss|feed|rdf|channel)\b)", re.I)
@@ -67,76 +69,16 @@ class FeedError(PenstockError):
         self.reason = reason
 
 
-class FeedEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """Entry of a feed. `updated` and `published` are epoch seconds.
-
-    A URL may be relative to the URL of the feed.
-    """
-
-    id: str  # the id in the feed. If it has none, the link, or a hash of the content.
-    url: str | None = None
-    title: str = ""
-    updated: float | None = None
-    published: float | None = None
-    summary: str = ""
-    author: str = ""
-    tags: tuple[str, ...] = ()
-    enclosures: tuple[str, ...] = ()
-    hash: str = ""  # of title, link, dates and the whole text
-
-
-class Hints(msgspec.Struct, frozen=True, array_like=True):
-    """Times that a feed requests for the next polls."""
-
-    # Seconds between two polls: ttl, or sy:updatePeriod / sy:updateFrequency.
-    least: float = 0.0
-    skip_hours: tuple[int, ...] = ()  # 0 to 23, UTC
-    skip_days: tuple[int, ...] = ()  # 0 is Monday
-
-    def next_look(self, now: float, every: float) -> float:
-        """Return the first time after the interval that is not in an hour or day to be skipped."""
-        at = now + max(every, min(self.least, MAX_HINT))
-        for _ in range(7 * 24):
-            moment = datetime.fromtimestamp(at, UTC)
-            if moment.hour not in self.skip_hours and moment.weekday() not in self.skip_days:
-                return at
-            at = (at // HOUR + 1) * HOUR
-        # The hints would skip every hour of the week, so they are ignored.
-        return now + max(every, min(self.least, MAX_HINT))
-
-
-NO_HINTS = Hints()
-
-
-class Feed(list[FeedEntry]):
-    """Entries in the order of the feed, with the title and hints of the feed.
-
-    Repeated entries are removed. If entries with different links have the same id, the link is
-    added to the id.
-    """
-
-    def __init__(
-        self, entries: list[FeedEntry], kind: str, *, title: str = "", hints: Hints = NO_HINTS
-    ) -> None:
-        links: dict[str, set[str | None]] = {}
-        for e in entries:
-            links.setdefault(e.id, set()).add(e.url)
-        unique: dict[str, FeedEntry] = {}
-        for e in entries:
-            id_ = e.id if len(links[e.id]) == 1 else f"{e.id} {e.url or e.hash}"
-            unique.setdefault(id_, msgspec.structs.replace(e, id=id_))
-        super().__init__(unique.values())
-        self.kind, self.title, self.hints = kind, title[:MAX_NAME], hints
-
-
 def parse(body: bytes, content_type: str | None) -> Feed:
     """Parse a feed. Raises FeedError, and no other exception, for any bytes."""
     try:
-        text = text_of(gunzip(body, MAX_BYTES), content_type, MAX_BYTES)
-        start = text.lstrip()[:1]
-        if not start:
+        body = gunzip(body, MAX_BYTES)
+        if body[:64].lstrip(b"\xef\xbb\xbf\xff\xfe\0 \t\r\n")[:1] in (b"{", b"["):
+            return _json(body)
+        text = text_of(body, content_type, MAX_BYTES)
+        if not text.strip():
             raise UnreadableDocument("is empty")
-        return _json(text) if start in "{[" else _xml(text)
+        return _xml(text, len(body))
     except UnreadableDocument as e:
         raise FeedError(e.reason) from None
 
@@ -144,8 +86,8 @@ def parse(body: bytes, content_type: str | None) -> Feed:
 # -- XML -------------------------------------------------------------------------------------------
 
 
-def _xml(text: str) -> Feed:
-    root = _tree(text)
+def _xml(text: str, size: int) -> Feed:
+    root = _tree(text, size)
     name = _local(root)
     if name == "html":
         raise UnreadableDocument("is an HTML page")
@@ -170,7 +112,7 @@ def _xml(text: str) -> Feed:
     )
 
 
-def _tree(text: str) -> Any:
+def _tree(text: str, size: int) -> Any:
     """Parse XML strictly. If that fails, repair entities and parse with error recovery."""
     with suppress(etree.XMLSyntaxError, ValueError):
         return etree.fromstring(text.encode("utf-8", "replace"), _parser(False))
@@ -181,6 +123,7 @@ def _tree(text: str) -> Any:
             if re.search(r"<(?:html|head|body)\b", text[:4096], re.I)
             else "is not XML"
         )
+    check_memory(text, size, copies=3)
     repaired = re.sub(r"^<\?xml[^>]{0,300}\?>\s*", "", repair_entities(text[begin.start() :]))
     parser = _parser(True)
     try:
@@ -257,7 +200,7 @@ def _parse_leniently(text: str) -> list[FeedEntry]:
             f"is not XML, and feedparser cannot parse it ({type(e).__name__})"
         ) from None
     return [
-        _entry(
+        make_entry(
             id_=_string(e, "id"),
             url=_string(e, "link") or None,
             title=_string(e, "title"),
@@ -287,10 +230,12 @@ def _fields(element: Any, atom: bool) -> dict[str, list[Any]]:
             continue
         space, _, name = tag.rpartition("}")
         prefix = _PREFIXES.get(space[1:], "") if space else ""
-        name = name.lower()
-        found.setdefault(
+        name = name[:MAX_NAME].lower()
+        same = found.setdefault(
             f"{prefix}:{name}" if prefix and not (atom and prefix == "atom") else name, []
-        ).append(child)
+        )
+        if len(same) < MAX_FIELDS:
+            same.append(child)
     return found
 
 
@@ -320,7 +265,7 @@ def _atom_entry(element: Any) -> FeedEntry:
     others = [url for rel, _, url in links if rel == "alternate"] + [
         _absolute(e, e.get("src")) for e in f.get("content", ()) if e.get("src")
     ]
-    return _entry(
+    return make_entry(
         id_=_first(f, "id"),
         url=next(iter(pages + others), None),
         title=_first(f, "title"),
@@ -354,7 +299,7 @@ def _rss_item(element: Any) -> FeedEntry:
     ):
         url = id_
     about = element.get("{http://www.w3.org/1999/02/22-rdf-syntax-ns#}about", "")
-    return _entry(
+    return make_entry(
         id_=id_ or _first(f, "atom:id") or about,
         url=url or (about if re.match(r"https?://", about) else None),
         title=_first(f, "title", "dc:title"),
@@ -374,8 +319,13 @@ def _absolute(element: Any, url: str) -> str:
     If the result is still relative, it is relative to the URL of the feed.
     """
     url, place = url.strip(), element
-    while place is not None and not re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", url):
-        if base := place.get(_BASE):
+    # A long URL is not joined: its work would be the length of both for each link.
+    while (
+        place is not None
+        and len(url) <= MAX_BASE
+        and not re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", url)
+    ):
+        if (base := place.get(_BASE)) and len(base) <= MAX_BASE:
             try:
                 url = urljoin(base.strip(), url)
             except ValueError:
@@ -409,11 +359,9 @@ def _hints(about: dict[str, list[Any]]) -> Hints:
 # -- JSON Feed -------------------------------------------------------------------------------------
 
 
-def _json(text: str) -> Feed:
-    try:
-        found = msgspec.json.decode(text)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as e:
-        raise UnreadableDocument(f"is not JSON: {' '.join(str(e).split())[:200]}") from None
+def _json(body: bytes) -> Feed:
+    # Some feeds have control characters in their strings, which JSON does not allow.
+    found = decode_json(body if b"\0" in body else body.translate(None, _CONTROLS))
     items = found.get("items") if isinstance(found, dict) else None
     if (
         not isinstance(items, list)
@@ -429,7 +377,7 @@ def _json_item(item: dict[str, Any]) -> FeedEntry:
     authors = item.get("authors") if isinstance(item.get("authors"), list) else [item.get("author")]
     tags = item.get("tags") if isinstance(item.get("tags"), list) else []
     attachments = item.get("attachments") if isinstance(item.get("attachments"), list) else []
-    return _entry(
+    return make_entry(
         id_=_string(item, "id"),
         url=_string(item, "url") or _string(item, "external_url") or None,
         title=_string(item, "title"),
@@ -455,39 +403,4 @@ def _string(table: dict[str, Any], name: str) -> str:
         else str(value)
         if isinstance(value, int | float) and not isinstance(value, bool)
         else ""
-    )
-
-
-# -- entries ---------------------------------------------------------------------------------------
-
-
-def _entry(
-    *,
-    id_: str,
-    url: str | None,
-    title: str,
-    updated: str,
-    published: str,
-    summary: str,
-    author: str,
-    content: str = "",
-    tags: Sequence[str] = (),
-    enclosures: Sequence[str] = (),
-) -> FeedEntry:
-    digest = blake2b(digest_size=16)
-    for part in (title, url or "", updated, published, summary, content, *enclosures):
-        raw = part.encode("utf-8", "replace")
-        digest.update(len(raw).to_bytes(8, "big") + raw)
-    url = url.strip() if url else None
-    return FeedEntry(
-        id=(id_ or url or f"content:{digest.hexdigest()}")[:MAX_ID],
-        url=url or None,
-        title=" ".join(title.split())[:MAX_NAME],
-        updated=parse_date(updated),
-        published=parse_date(published),
-        summary=(summary or content)[:MAX_TEXT],
-        author=" ".join(author.split())[:MAX_NAME],
-        tags=tuple(t.strip()[:MAX_NAME] for t in tags if t and t.strip())[:50],
-        enclosures=tuple(enclosures[:20]),
-        hash=digest.hexdigest(),
     )

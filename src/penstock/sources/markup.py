@@ -8,16 +8,19 @@ from __future__ import annotations
 import codecs
 import io
 import re
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from functools import partial
 from html.entities import html5
 
 from penstock.sources.gzip_members import BrokenGzip, GzipMembers
 
 MAX_REPAIRED = 200_000  # most ampersands of an ill-formed document that is repaired
-# A tree takes about a hundred bytes for each tag. Real documents have fewer tags.
-MAX_TAGS = 500_000
+# Bytes of memory that a document and its tree may take together.
+MAX_MEMORY = 48 << 20
+_PART = 350  # bytes of memory for a tag or an attribute in a tree, as measured with lxml 6
 _MAX_GZIP_LAYERS = 2  # some servers compress a file that is already compressed
 # Real files have members of many kilobytes. A member without content takes 1 µs.
 MAX_MEMBERS = 10_000
@@ -49,6 +52,9 @@ _declared = re.compile(
     rb"<\?xml[^>]{0,200}?encoding\s{0,9}=\s{0,9}[\"']([\w.:-]{1,40})[\"']", re.I
 ).search
 _unprintable = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
+_REMOVED = dict.fromkeys(
+    n for n in (*range(32), *range(0xD800, 0xE000), 0xFFFE, 0xFFFF) if chr(n) not in "\t\n\r"
+)
 _special = re.compile(r"<\?|<!(?:\[CDATA\[|--|[A-Za-z\[%]|\s)")
 _ENDS = {"<![CDATA[": "]]>", "<!--": "-->", "<?": "?>"}
 
@@ -71,19 +77,41 @@ def gunzip(body: bytes, limit: int) -> bytes:
 
     Raises UnreadableDocument if it is broken, larger than `limit` or has too many members.
     """
-    for _ in range(_MAX_GZIP_LAYERS):
-        if body[:2] != b"\x1f\x8b":
-            break
+    read = chunks_of(body, limit)
+    if body[:2] == b"\x1f\x8b":
         # `getvalue` of BytesIO makes no copy.
         decompressed = io.BytesIO()
-        for chunk in gunzip_chunks([body], limit):
+        for chunk in read():
             decompressed.write(chunk)
         body = decompressed.getvalue()
-    if body[:2] == b"\x1f\x8b":
-        raise UnreadableDocument(f"is compressed more than {_MAX_GZIP_LAYERS} times")
     if len(body) > limit:
         raise UnreadableDocument(f"has {len(body)} bytes, of at most {limit}")
     return body
+
+
+def chunks_of(body: bytes, limit: int) -> Callable[[], Iterator[bytes]]:
+    """Return a function that yields the body in chunks, decompressed if it is gzip.
+
+    Each call decompresses the body again, so that it is never in memory as a whole. The chunks
+    raise UnreadableDocument as `gunzip` does.
+    """
+
+    read: Callable[[], Iterator[bytes]] = partial(_slices, body)
+    for layer in range(_MAX_GZIP_LAYERS + 1):
+        if next(read(), b"")[:2] != b"\x1f\x8b":
+            return read
+        if layer < _MAX_GZIP_LAYERS:
+            read = partial(_gunzip_again, read, limit)
+    raise UnreadableDocument(f"is compressed more than {_MAX_GZIP_LAYERS} times")
+
+
+def _slices(body: bytes) -> Iterator[bytes]:
+    for at in range(0, len(body), _CHUNK):
+        yield body[at : at + _CHUNK]
+
+
+def _gunzip_again(read: Callable[[], Iterator[bytes]], limit: int) -> Iterator[bytes]:
+    return gunzip_chunks(read(), limit)
 
 
 def gunzip_chunks(chunks: Iterable[bytes], limit: int) -> Iterator[bytes]:
@@ -111,15 +139,21 @@ def gunzip_chunks(chunks: Iterable[bytes], limit: int) -> Iterator[bytes]:
 
 
 def encoding_of(body: bytes, content_type: str | None) -> str:
+    """Return the encoding of a document. See `encoding_of_chunks`."""
+    return encoding_of_chunks(partial(_slices, body), content_type)
+
+
+def encoding_of_chunks(read: Callable[[], Iterator[bytes]], content_type: str | None) -> str:
     """Return the encoding of a document.
 
     In this order: a byte order mark, UTF-16 or UTF-32 by the first bytes, UTF-8 if the bytes are
     valid UTF-8, the declared encoding, Windows-1252.
     """
+    start = next(read(), b"")
     for mark, name in (*_BOMS, *_WIDE_STARTS):
-        if body.startswith(mark):
+        if start.startswith(mark):
             return name
-    in_header, in_document = _charset(content_type or ""), _declared(body[:_HEAD])
+    in_header, in_document = _charset(content_type or ""), _declared(start[:_HEAD])
     declared_names = [
         _codec(in_header[1]) if in_header else None,
         _codec(in_document[1].decode()) if in_document else None,
@@ -133,12 +167,24 @@ def encoding_of(body: bytes, content_type: str | None) -> str:
     ):
         if name == "iso8859-1":
             break  # on the web, ISO 8859-1 means Windows-1252
-        try:
-            codecs.decode(body, name, "strict")
-        except (UnicodeError, ValueError):
-            continue
-        return name
+        if _can_decode(read(), name):
+            return name
     return "cp1252"
+
+
+def _can_decode(chunks: Iterator[bytes], name: str) -> bool:
+    """Return whether the chunks are valid in this encoding.
+
+    They are decoded one by one, because a text may take four times the memory of its bytes.
+    """
+    decoder = codecs.getincrementaldecoder(name)("strict")
+    try:
+        for chunk in chunks:
+            decoder.decode(chunk)
+        decoder.decode(b"", True)
+    except (UnicodeError, ValueError):
+        return False
+    return True
 
 
 def _codec(declared: str) -> str | None:
@@ -152,23 +198,36 @@ def _codec(declared: str) -> str | None:
 def text_of(body: bytes, content_type: str | None, limit: int) -> str:
     """Decode a document and remove characters that XML does not allow.
 
-    Raises UnreadableDocument if it is too large or has a DTD.
+    Raises UnreadableDocument if the document is too large, or its tree would be, or if it has a
+    DTD.
     """
     if len(body) > limit:
         raise UnreadableDocument(f"has {len(body)} bytes, of at most {limit}")
     text = without_controls(
         codecs.decode(body, encoding_of(body, content_type), "replace").lstrip("\ufeff")
     )
-    if (tags := text.count("<")) > MAX_TAGS:
-        raise UnreadableDocument(f"has {tags} tags, of at most {MAX_TAGS}")
     # After control characters are removed: a NUL inside `<!DOCTYPE` would hide it.
-    reject_dtd(text)
+    check_memory(text, len(body), parts=reject_dtd(text))
     return text
+
+
+def check_memory(text: str, size: int, *, parts: int = 0, copies: int = 1) -> None:
+    """Raise UnreadableDocument if parsing would take more memory than `MAX_MEMORY`.
+
+    `size` is the size of the document in bytes, `parts` the number of its tags and attributes, and
+    `copies` the number of copies of the text that exist together. A character of a text takes up
+    to four bytes.
+    """
+    if sys.getsizeof(text) * copies + size * 2 + parts * _PART > MAX_MEMORY:
+        raise UnreadableDocument(
+            f"is too large to be parsed: it has {size} bytes, and {parts} tags and attributes"
+        )
 
 
 def without_controls(text: str) -> str:
     """Remove characters that XML does not allow."""
-    return _unprintable.sub("", text) if _unprintable.search(text) else text
+    # `translate` needs no list of the parts between the removed characters, as `sub` does.
+    return text.translate(_REMOVED) if _unprintable.search(text) else text
 
 
 def repair_entities(text: str) -> str:
@@ -186,12 +245,13 @@ def _character(m: re.Match[str]) -> str:
     return known if known is not None and known not in "<>&" else "&amp;" + m[0][1:]
 
 
-def reject_dtd(text: str) -> None:
+def reject_dtd(text: str) -> int:
     """Raise UnreadableDocument if the text has `<!DOCTYPE`, `<!ENTITY` or a similar declaration.
 
     Inside CDATA, comments and processing instructions they are plain text. Takes linear time.
+    Return the number of tags and attributes outside them.
     """
-    at = 0
+    at = parts = 0
     while found := _special.search(text, at):
         start = found[0]
         if start not in _ENDS:
@@ -201,9 +261,16 @@ def reject_dtd(text: str) -> None:
                 if html
                 else "has a document type declaration (DTD), which is not allowed"
             )
+        parts += _count_parts(text, at, found.start())
         at = text.find(_ENDS[start], found.end())
         if at < 0:
-            return
+            return parts
+    return parts + _count_parts(text, at, len(text))
+
+
+def _count_parts(text: str, start: int, end: int) -> int:
+    tags = text.count("<", start, end) - text.count("</", start, end)
+    return tags + text.count("=", start, end)
 
 
 def parse_date(text: str | None) -> float | None:
@@ -211,7 +278,8 @@ def parse_date(text: str | None) -> float | None:
 
     Return None if the text is not a complete date. A year alone, or a year and month, is allowed.
     """
-    if not text or not 4 <= len(text := " ".join(text.split())) <= 64:
+    # A date of a thousand characters is not a date, and its words could fill the memory.
+    if not text or len(text) > 1000 or not 4 <= len(text := " ".join(text.split())) <= 64:
         return None
     try:
         if text[:4].isdigit():

@@ -5,7 +5,6 @@ See `sitemap_parser` for how a sitemap is parsed.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import struct
 from collections import deque
@@ -16,11 +15,12 @@ import msgspec
 from penstock.authoring.pipeline import SourceSpec
 from penstock.errors import ConfigError, SourceDown
 from penstock.model import ErrorClass, Failure, mint
-from penstock.ports import Batch, Finding
+from penstock.ports import Batch, Finding, Response
 from penstock.rules import robots
 from penstock.rules.identity import BadUrl, authority, canonical_url, origin, registrable_domain
 from penstock.rules.masking import mask
 from penstock.sources.base import BATCH, SourceContext, options
+from penstock.sources.parser_thread import in_parser_thread
 from penstock.sources.polling import (
     PastVersions,
     Polling,
@@ -37,6 +37,7 @@ __all__ = ["Sitemap", "SitemapEntry", "SitemapError", "open_source", "parse"]
 
 log = logging.getLogger("penstock.sources")
 DEFAULT_INTERVAL = 3600.0  # seconds between two rounds
+MAX_URL_SIZE = 128  # characters of a URL, on average over the `max_urls` of a round
 MAX_FAILURES = 10  # failed sitemaps after which the rest is left for the next round
 CHANGES = ("new", "changed", "removed")
 NO_LASTMOD = struct.pack("<d", -1.0)  # stored for an entry without lastmod
@@ -99,7 +100,7 @@ class SitemapSource(Polling):
         The ids depend on the cursor at the start. So an interrupted round is repeated with the same
         ids, and reports no change twice.
         """
-        comparison = await asyncio.to_thread(_Comparison, cursor, self._max_urls)
+        comparison = await in_parser_thread(_Comparison, cursor, self._max_urls)
         waiting = deque([(self._root, 0)])
         queued = {self._root}
         silent = not comparison.before and self._first == "none"
@@ -116,7 +117,8 @@ class SitemapSource(Polling):
                     comparison.record_failure(url, e)
             if document is None:
                 continue
-            for findings in comparison.compare(document, entries):
+            changes = comparison.compare(document, entries)
+            while (findings := await in_parser_thread(next, changes, None)) is not None:
                 wanted = (
                     [] if silent else [f for f in findings if f.payload["change"] in self._emit]
                 )
@@ -131,9 +133,10 @@ class SitemapSource(Polling):
                     break
                 queued.add(child)
                 waiting.append((child, depth + 1))
-        for findings in comparison.removed():
+        removed = comparison.removed()
+        while (findings := await in_parser_thread(next, removed, None)) is not None:
             yield Batch(findings=[f for f in findings if "removed" in self._emit])
-        packed = await asyncio.to_thread(pack, comparison.state())
+        packed = await in_parser_thread(lambda: pack(comparison.state()))
         yield Batch(cursor=packed if packed != cursor else None, idle=True)
         if comparison.failures:
             message = (
@@ -165,14 +168,16 @@ class SitemapSource(Polling):
             return before, None
         etag, modified = validators(response)
         if by_robots:
-            rules = await asyncio.to_thread(robots.parse, response.body)
-            named = [
-                child for text in rules.sitemaps if (child := self._sitemap(text, response.url))
-            ]
+            named = await in_parser_thread(self._sitemaps, response)
             return _Document(
                 url, etag, modified, named[: self._max_documents] or [origin(url) + "/sitemap.xml"]
             ), ()
-        made = await asyncio.to_thread(parse, response.body, response.url)
+        children, entries = await in_parser_thread(self._parsed, response)
+        return _Document(url, etag, modified, children), entries
+
+    def _parsed(self, response: Response) -> tuple[list[str], tuple[SitemapEntry, ...]]:
+        """Return the sitemaps and the entries that a sitemap names. Raises SitemapError."""
+        made = parse(response.body, response.url)
         entries = tuple(e for e in made.entries if self._is_same_site(e.loc))
         children = [e.loc for e in made.children if self._is_same_site(e.loc)]
         left_out = dict(made.left_out)
@@ -182,10 +187,15 @@ class SitemapSource(Polling):
             log.info(
                 "source %s: skipped in %s: %s",
                 self.name,
-                mask(url),
+                mask(response.url),
                 "; ".join(f"{n} × {reason}" for reason, n in left_out.items()),
             )
-        return _Document(url, etag, modified, children), entries
+        return children, entries
+
+    def _sitemaps(self, response: Response) -> list[str]:
+        """Return the URLs of the sitemaps that a robots.txt names."""
+        found = robots.parse(response.body).sitemaps
+        return [child for text in found if (child := self._sitemap(text, response.url))]
 
     def _sitemap(self, text: str, base: str) -> str | None:
         """Return the URL of a sitemap in robots.txt, or None if it is invalid.
@@ -224,6 +234,7 @@ class _Comparison:
         self._known = {loc: mark for d in state.documents for loc, mark in d.entries()}
         self._past, self._max_urls = PastVersions(state.left), max_urls
         self._seen: set[str] = set()
+        self._size = 0  # characters of the seen URLs
         self._documents: list[_Document] = []
         self._is_cut_off = False
         self.failures: list[str] = []
@@ -269,6 +280,10 @@ class _Comparison:
                 continue
             if len(self._seen) >= self._max_urls:
                 self.cut_off(f"more than {self._max_urls} URLs")
+                break
+            self._size += len(entry.loc)
+            if self._size > (limit := max(1 << 20, self._max_urls * MAX_URL_SIZE)):
+                self.cut_off(f"more than {limit} characters of URLs")
                 break
             self._seen.add(entry.loc)
             before, mark = (

@@ -8,7 +8,9 @@ from __future__ import annotations
 import codecs
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from sys import getsizeof
 from typing import Literal
 from xml.parsers import expat
 
@@ -20,8 +22,8 @@ from penstock.sources import feed_parser
 from penstock.sources.markup import (
     MAX_REPAIRED,
     UnreadableDocument,
-    encoding_of,
-    gunzip,
+    chunks_of,
+    encoding_of_chunks,
     parse_date,
     repair_entities,
     without_controls,
@@ -34,7 +36,13 @@ MAX_ELEMENTS = 2_000_000
 MAX_DEPTH = 32  # levels of elements: a normal sitemap has five
 MAX_TEXT = 4096  # characters of any other value
 MAX_MEDIA = 100  # images or videos of one entry
-_CHUNK = 1 << 16  # bytes that are decoded together
+MAX_NAME = 100  # characters of an element's name
+MAX_NAMES = 1000  # different names of elements and attributes: a normal sitemap has about thirty
+# Bytes of a tag, a comment or another piece of markup. expat keeps it and scans it again with each
+# chunk until it is complete.
+MAX_TOKEN = 1 << 20
+MAX_LOCS = 20 << 20  # bytes of memory for the URLs of one sitemap
+MAX_MORE = 16 << 20  # bytes of memory for images, videos, alternates and news of one sitemap
 _FREQUENCIES = ("always", "hourly", "daily", "weekly", "monthly", "yearly", "never")
 
 
@@ -76,18 +84,29 @@ def parse(body: bytes, url: str) -> Sitemap:
     Raises SitemapError, and no other exception, for any bytes.
     """
     try:
-        body = gunzip(body, MAX_BYTES)
-        encoding = encoding_of(body, None)
-        head = without_controls(codecs.decode(body[:8192], encoding, "replace")).lstrip(
-            "\ufeff \t\r\n"
-        )
+        if len(body) > MAX_BYTES:
+            raise UnreadableDocument(f"has {len(body)} bytes, of at most {MAX_BYTES}")
+        read = chunks_of(body, MAX_BYTES)
+        encoding = encoding_of_chunks(read, None)
+        start = next(read(), b"")[:8192]
+        head = without_controls(codecs.decode(start, encoding, "replace")).lstrip("\ufeff \t\r\n")
         if not head:
             raise UnreadableDocument("is empty")
         if re.match(r"<(!doctype\s+)?html\b", head, re.I):
             raise UnreadableDocument("is an HTML page")
         if head[0] in "{[":
             return _feed(body, url)
-        return _xml(body, encoding, url) if head[0] == "<" else _text(body, encoding, url)
+        if head[0] != "<":
+            return _text(_decoded(read(), encoding), url)
+        try:
+            return _xml(_decoded(read(), encoding), url)
+        except _IllFormed as e:
+            # A bare ampersand in a URL is the most common error.
+            if not any(b"&" in chunk for chunk in read()):
+                raise UnreadableDocument(e.reason) from None
+            return _xml(_repair_chunks(_decoded(read(), encoding)), url)
+        except _OtherRoot:
+            return _feed(body, url)
     except UnreadableDocument as e:
         raise SitemapError(e.reason) from None
 
@@ -96,7 +115,11 @@ def parse(body: bytes, url: str) -> Sitemap:
 
 
 class _OtherRoot(Exception):
-    """The root element is not that of a sitemap."""
+    """The root element is that of a feed."""
+
+
+class _IllFormed(UnreadableDocument):
+    """The document is not well-formed XML."""
 
 
 class _Reader:
@@ -127,6 +150,10 @@ class _Reader:
         )
 
     def _start(self, name: str, attributes: dict[str, str]) -> None:
+        if len(name) > MAX_NAME:
+            raise UnreadableDocument(f"has an element whose name is over {MAX_NAME} characters")
+        if len(self.parser.intern) > MAX_NAMES:
+            raise UnreadableDocument(f"has more than {MAX_NAMES} names of elements and attributes")
         name = name.rpartition(":")[2].lower()
         self._path.append(name)
         depth = len(self._path) - 1
@@ -137,8 +164,14 @@ class _Reader:
             raise UnreadableDocument(f"is nested more than {MAX_DEPTH} deep")
         if depth == 1:
             self.root = name
+            if name in ("rss", "feed", "rdf"):
+                raise _OtherRoot
             if name not in ("urlset", "sitemapindex"):
-                raise _OtherRoot(name)
+                raise UnreadableDocument(
+                    "is an HTML page"
+                    if name == "html"
+                    else f"begins with <{name[:40]}>, which is neither urlset nor sitemapindex"
+                )
         elif depth == 2:
             self._entry = {} if name in ("url", "sitemap") else None
         elif (
@@ -174,6 +207,9 @@ class _Reader:
             values.append(value)
 
 
+_SHORT = {"loc", "lastmod", "changefreq", "priority"}  # elements of an entry that are always used
+
+
 class _Entries:
     """Entries of the sitemap at `url`, and the reasons for entries that are left out."""
 
@@ -181,6 +217,7 @@ class _Entries:
         self._url = url
         self.made: list[SitemapEntry] = []
         self.left_out: Counter[str] = Counter()
+        self._tried = self._locs = self._more = 0  # entries, and bytes of memory
 
     def sitemap(
         self, kind: Literal["urlset", "index"], form: Literal["xml", "text", "feed"] = "xml"
@@ -197,11 +234,20 @@ class _Entries:
 
     def add(self, fields: dict[str, list[str]]) -> None:
         # Checked first, so that entries beyond the limit take no time.
-        if len(self.made) >= MAX_URLS:
+        self._tried += 1
+        if len(self.made) >= MAX_URLS or self._tried > 2 * MAX_URLS:
             self.left_out[f"more than the {MAX_URLS} URLs that the protocol allows"] += 1
             return
         if not (loc := self.loc(fields.get("loc", [""])[0])):
             return
+        self._locs += getsizeof(loc)
+        if self._locs > MAX_LOCS:
+            raise UnreadableDocument(f"has URLs of more than {MAX_LOCS} bytes")
+        more = {name: fields[name] for name in fields.keys() - _SHORT}
+        self._more += sum(getsizeof(text) for texts in more.values() for text in texts)
+        if more and self._more > MAX_MORE:
+            self.left_out["more images, videos and news than fit (the entry is used without)"] += 1
+            fields = {name: fields[name] for name in fields.keys() & _SHORT}
         lastmod = parse_date(given) if (given := _one(fields, "lastmod")) else None
         if given and lastmod is None:
             self.left_out["a lastmod that is not a date (the entry is used without it)"] += 1
@@ -245,35 +291,30 @@ class _Entries:
         return ""
 
 
-def _xml(body: bytes, encoding: str, url: str, *, repair: bool = False) -> Sitemap:
+def _xml(chunks: Iterable[str], url: str) -> Sitemap:
+    """Parse XML. Raises _IllFormed, _OtherRoot and UnreadableDocument."""
     entries = _Entries(url)
     reader = _Reader(entries.add)
+    parsed = 0  # bytes that the parser has received
     try:
-        for chunk in _repair_chunks(_chunks(body, encoding)) if repair else _chunks(body, encoding):
-            reader.parser.Parse(chunk, False)
-        reader.parser.Parse("", True)
-    except _OtherRoot as e:
-        if str(e) == "html":
-            raise UnreadableDocument("is an HTML page") from None
-        if str(e) in ("rss", "feed", "rdf"):
-            return _feed(body, url)
-        raise UnreadableDocument(
-            f"begins with <{str(e)[:40]}>, which is neither urlset nor sitemapindex"
-        ) from None
+        for chunk in chunks:
+            data = chunk.encode()
+            reader.parser.Parse(data, False)
+            parsed += len(data)
+            if parsed - reader.parser.CurrentByteIndex > MAX_TOKEN:
+                raise UnreadableDocument(f"has a tag or a comment of more than {MAX_TOKEN} bytes")
+        reader.parser.Parse(b"", True)
     except expat.ExpatError as e:
-        # A bare ampersand in a URL is the most common error.
-        if not repair and b"&" in body:
-            return _xml(body, encoding, url, repair=True)
-        raise UnreadableDocument(f"is ill-formed XML: {e}") from None
+        raise _IllFormed(f"is ill-formed XML: {e}") from None
     return entries.sitemap("index" if reader.root == "sitemapindex" else "urlset")
 
 
-def _chunks(body: bytes, encoding: str) -> Iterator[str]:
-    """Decode the body in chunks, without characters that XML does not allow."""
+def _decoded(chunks: Iterable[bytes], encoding: str) -> Iterator[str]:
+    """Decode chunks, without characters that XML does not allow."""
     decoder = codecs.getincrementaldecoder(encoding)("replace")
     first = True
-    for at in range(0, len(body), _CHUNK):
-        chunk = without_controls(decoder.decode(body[at : at + _CHUNK], at + _CHUNK >= len(body)))
+    for data in chain(chunks, (b"",)):
+        chunk = without_controls(decoder.decode(data, not data))
         if first:
             # XML does not allow whitespace before the declaration, but some servers send it.
             chunk = chunk.lstrip("\ufeff \t\r\n")
@@ -304,24 +345,25 @@ def _one(fields: dict[str, list[str]], name: str) -> str | None:
 # -- other forms -----------------------------------------------------------------------------------
 
 
-def _text(body: bytes, encoding: str, url: str) -> Sitemap:
+def _text(chunks: Iterable[str], url: str) -> Sitemap:
     """Parse a list with one URL per line. Raises UnreadableDocument if it has no URL."""
     entries = _Entries(url)
-    for line in _lines(body, encoding):
+    for line in _lines(chunks):
         if re.match(r"https?://", line, re.I):
             entries.add({"loc": [line]})
         else:
             entries.left_out["a line that is not a URL"] += 1
-            if not entries.made and entries.left_out.total() >= 100:
+            left_out = entries.left_out.total()
+            if left_out > 2 * MAX_URLS or (left_out >= 100 and not entries.made):
                 break
     if not entries.made:
         raise UnreadableDocument("is neither XML nor a list of URLs")
     return entries.sitemap("urlset", "text")
 
 
-def _lines(body: bytes, encoding: str) -> Iterator[str]:
+def _lines(chunks: Iterable[str]) -> Iterator[str]:
     rest = ""
-    for chunk in _chunks(body, encoding):
+    for chunk in chunks:
         *lines, rest = (rest + chunk).replace("\r", "\n").split("\n")
         yield from (line for text in lines if (line := text.strip()))
         rest = rest[: MAX_LOC * 2]  # a longer line is rejected, so its end is not needed
