@@ -22,7 +22,8 @@ TYPES = (JSON, NDJSON, "application/ndjson", EVENT, EVENTS)
 # JSON types also have a suffix form, such as application/vnd.github+json.
 KIND = re.compile(r"application/([a-z0-9][a-z0-9!#$&^_.-]*\+)?json")
 MAX_ATTRIBUTE = 1024  # characters of an attribute
-# Bodies are parsed on the event loop. This many values take about 10 ms.
+# Values and lines of a body, and of each mebibyte of a body that is larger. Bodies are parsed on the
+# event loop, and this many values take about 10 ms.
 MAX_VALUES = 50_000
 _decode = msgspec.json.Decoder().decode
 
@@ -68,8 +69,9 @@ def media(headers: Headers) -> str:
 def items(headers: Headers, body: bytes, limit: int) -> list[Item]:
     """Parse a body into at most `limit` items. Raises RequestRefused if any item is invalid."""
     kind = media(headers)
+    max_values = MAX_VALUES * max(1, len(body) >> 20)
     try:
-        check_values(body, MAX_VALUES)
+        check_values(body, max_values)
     except TooManyValues as e:
         raise RequestRefused(413, f"the body {e}", hint="send several requests") from None
     if not body.strip():
@@ -96,9 +98,9 @@ def items(headers: Headers, body: bytes, limit: int) -> list[Item]:
             )
         return [_binary(headers, _json(body))]
     if kind != JSON and kind in TYPES:
-        if body.count(b"\n") > MAX_VALUES:
+        if body.count(b"\n") > max_values:
             raise RequestRefused(
-                413, f"the body has more than {MAX_VALUES} lines", hint="send several requests"
+                413, f"the body has more than {max_values} lines", hint="send several requests"
             )
         lines = (line for line in body.split(b"\n") if line.strip())
         return [
