@@ -19,7 +19,7 @@ from penstock.sources.gzip_members import BrokenGzip, GzipMembers
 
 MAX_REPAIRED = 200_000  # most ampersands of an ill-formed document that is repaired
 # Bytes of memory that a document and its tree may take together.
-MAX_MEMORY = 48 << 20
+MAX_MEMORY = 44 << 20
 _PART = 350  # bytes of memory for a tag or an attribute in a tree, as measured with lxml 6
 _MAX_GZIP_LAYERS = 2  # some servers compress a file that is already compressed
 # Real files have members of many kilobytes. A member without content takes 1 µs.
@@ -51,6 +51,7 @@ _charset = re.compile(r"charset\s*=\s*[\"']?([\w.:-]{1,40})", re.I).search
 _declared = re.compile(
     rb"<\?xml[^>]{0,200}?encoding\s{0,9}=\s{0,9}[\"']([\w.:-]{1,40})[\"']", re.I
 ).search
+_wide = re.compile(b"[\xf0-\xf4]").search
 _unprintable = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 _REMOVED = dict.fromkeys(
     n for n in (*range(32), *range(0xD800, 0xE000), 0xFFFE, 0xFFFF) if chr(n) not in "\t\n\r"
@@ -203,6 +204,9 @@ def text_of(body: bytes, content_type: str | None, limit: int) -> str:
     """
     if len(body) > limit:
         raise UnreadableDocument(f"has {len(body)} bytes, of at most {limit}")
+    # One character outside the first 65,536 makes each character of the text take four bytes.
+    if len(body) * 4 > MAX_MEMORY and _wide(body):
+        raise UnreadableDocument(f"is too large to be parsed: it has {len(body)} bytes with emoji")
     text = without_controls(
         codecs.decode(body, encoding_of(body, content_type), "replace").lstrip("\ufeff")
     )

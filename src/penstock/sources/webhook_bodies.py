@@ -22,8 +22,8 @@ TYPES = (JSON, NDJSON, "application/ndjson", EVENT, EVENTS)
 # JSON types also have a suffix form, such as application/vnd.github+json.
 KIND = re.compile(r"application/([a-z0-9][a-z0-9!#$&^_.-]*\+)?json")
 MAX_ATTRIBUTE = 1024  # characters of an attribute
-# Values and lines of a body, and of each mebibyte of a body that is larger. Bodies are parsed on the
-# event loop, and this many values take about 10 ms.
+# Values and lines of a body, and of each mebibyte of a larger body. Bodies are parsed on the event
+# loop, and this many values take about 10 ms.
 MAX_VALUES = 50_000
 _decode = msgspec.json.Decoder().decode
 
