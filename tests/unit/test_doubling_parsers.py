@@ -83,18 +83,13 @@ JSON_FEED = b'{"version":"https://jsonfeed.org/version/1","items":['
 FEEDS: dict[str, Make] = {
     "items": repeat(RSS, b"<item><link>/%d</link></item>", RSS_END),
     "nesting": repeat(b"<rss>", b"<a>"),
-    "tiny elements": repeat(ITEM, b"<a/>", ITEM_END),
     "categories": repeat(ITEM, b"<category>a</category>", ITEM_END),
     "attributes": repeat(RSS + b"<item ", b'a%d="" ', b"/>" + RSS_END),
-    "same attributes": repeat(RSS + b"<item ", b'a="" ', b"/>" + RSS_END),
     "namespaces": repeat(RSS + b"<item ", b'xmlns:a%d="u%d" ', b"/>" + RSS_END),
-    "namespaces of elements": repeat(RSS, b'<i xmlns="u%d"/>', RSS_END),
     "ampersands": repeat(ITEM + b"<title>", b"&", b"</title>" + ITEM_END),
     "entities": repeat(ITEM + b"<title>", b"&nbsp;", b"</title>" + ITEM_END),
     "unterminated tags": repeat(RSS, b"<item"),
-    "comments": repeat(RSS, b"<!---->", RSS_END),
     "CDATA": repeat(ITEM + b"<title>", b"<![CDATA[a]]>", b"</title>" + ITEM_END),
-    "open CDATA": repeat(ITEM, b"<![CDATA["),
     "long name": lambda size: RSS + b"<" + b"a" * size + b"/>" + RSS_END,
     "long words": repeat(ITEM + b"<title>", b"ab ", b"</title>" + ITEM_END),
     "long date": repeat(ITEM + b"<pubDate>", b"12 ", b"</pubDate>" + ITEM_END),
@@ -109,8 +104,6 @@ FEEDS: dict[str, Make] = {
         b"</entry></feed>",
     ),
     "JSON items": repeat(JSON_FEED, b"{},", b"{}]}"),
-    "JSON digits": repeat(JSON_FEED + b'{"id":', b"1", b"}]}"),
-    "control characters": repeat(RSS, b"\x01\x02", RSS_END),
 }
 URLSET, URL = b"<urlset>", b"<urlset><url>"
 SITEMAPS: dict[str, Make] = {
@@ -119,15 +112,11 @@ SITEMAPS: dict[str, Make] = {
     "tiny elements": repeat(URL, b"<a/>"),
     "names": repeat(URL, b"<a%d>x</a%d>"),
     "long name above tiny elements": halves(URL + b"<", b"n", b">", b"<a>x</a>"),
-    "attributes": repeat(URL + b"<link ", b'a%d="" ', b"/>"),
     "open tag": lambda size: URL + b"<a " + b"b" * size,
     "open comment": lambda size: URL + b"<!--" + b"b" * size,
-    "open instruction": lambda size: URL + b"<?a " + b"b" * size,
     "DTD": lambda size: b"<!DOCTYPE " + b"a" * size,
     "ampersands": repeat(URL + b"<loc>", b"a=1&b"),
-    "CDATA": repeat(URL + b"<loc>", b"<![CDATA[a]]>"),
     "images": repeat(URL, b"<image:image><image:loc>a</image:loc></image:image>"),
-    "dots": repeat(URLSET, b"<url><loc>/" + b"../" * 600 + b"</loc></url>"),
     "lines": repeat(b"", b"http://a.example/%d\n"),
     "lines that are no URLs": repeat(b"http://a/\n", b"x\n"),
 }
@@ -215,10 +204,9 @@ def test_csv_of_an_api_takes_linear_time_and_memory(shape: str) -> None:
     grows_linearly(CSV[shape], read_page(item_format(format="csv")))
 
 
-@pytest.mark.parametrize("kind", ["application/json", "application/x-ndjson"])
 @pytest.mark.parametrize("shape", JSON)
-def test_bodies_of_webhooks_take_linear_time_and_memory(shape: str, kind: str) -> None:
-    headers = {"content-type": [kind]}
+def test_bodies_of_webhooks_take_linear_time_and_memory(shape: str) -> None:
+    headers = {"content-type": [f"application/{'x-ndjson' if shape == 'lines' else 'json'}"]}
     grows_linearly(
         JSON[shape],
         quietly(lambda body: webhook_bodies.items(headers, body, 1000), RequestRefused),
@@ -294,8 +282,10 @@ def test_dates_take_linear_time_and_memory(part: bytes) -> None:
     grows_linearly(repeat(b"2026", part), lambda body: parse_date(body.decode()))
 
 
-@pytest.mark.parametrize("verify", ["standard", "github", "stripe", "house"])
-@pytest.mark.parametrize("part", [b"a", b" ", b",", b"v1,YQ== ", b"v1=aa,"])
+@pytest.mark.parametrize(
+    ("verify", "part"),
+    [("standard", b"v1,YQ== "), ("github", b"a"), ("stripe", b"v1=aa,"), ("house", b"a")],
+)
 def test_signatures_take_linear_time_and_memory(verify: str, part: bytes) -> None:
     def check(body: bytes) -> None:
         text = body.decode()
@@ -335,8 +325,19 @@ def _relation(columns: list[tuple[bytes, int]]) -> bytes:
     )
 
 
-@pytest.mark.parametrize("text", [b"1", b"1e1", b"2026-01-01 00:00:00.1", b"{},", b"["])
-@pytest.mark.parametrize("type_", TYPES)
+@pytest.mark.parametrize(
+    ("type_", "text"),
+    [
+        ("bool", b"t"),
+        ("bytea", b"\\x1"),
+        ("bigint", b"1"),
+        ("json", b"1"),
+        ("json", b"["),
+        ("real", b"1"),
+        ("real", b"1e1"),
+        ("timestamp", b"2026-01-01 00:00:00.1"),
+    ],
+)
 def test_values_of_pgoutput_take_linear_time_and_memory(type_: str, text: bytes) -> None:
     decoder = Decoder()
     decoder.decode(_relation([(b"a", TYPES[type_])]))
