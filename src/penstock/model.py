@@ -308,7 +308,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     deleted: bool = False
 
 
-class Link(msgspec.Struct, frozen=True, kw_only=True):
+class Link(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Followed link, checked by the child process, for intake. Its URL is canonical."""
 
     url: str

@@ -35,6 +35,7 @@ from penstock.ports import (
 )
 from penstock.rules import retry
 from penstock.rules.dependencies import are_unchanged, dependencies
+from penstock.rules.links import unpack_all
 from penstock.rules.reasons import sentence
 from penstock.rules.waiting import EXTRACTOR
 
@@ -404,7 +405,7 @@ class Handlers:
                 event=body if self._first == "fetch" else PageMessage.read(body).event,
                 page=item.meta,
                 records=x.records,
-                links=x.links,
+                links=[*x.links, *unpack_all(x.more_links)],
                 matched=x.matched,
                 depends_on=item.depends_on,
             )
@@ -420,6 +421,7 @@ class Handlers:
                 extracted=True,
                 records=x.records,
                 links=x.links,
+                more_links=x.more_links,
                 extractors=item.depends_on,
             )
 

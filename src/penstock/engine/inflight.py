@@ -71,7 +71,7 @@ def read_delivery(d: Delivery, stage: Stage, host_by: HostKind) -> InflightEvent
     item.meta = message.page
     item.extracted = Extracted(
         records=message.records, links=message.links, matched=message.matched
-    )
+    ).pack_links()
     item.depends_on = message.depends_on
     return item
 

@@ -10,15 +10,15 @@ from functools import partial
 
 from penstock.engine.claim_session import Claims, ClaimSession
 from penstock.engine.links import (
-    CHUNK,
     MAX_DECIDED,
     LinkAcceptor,
     read_chunk,
     room_for_links,
-    write_chunk,
+    write_chunks,
 )
 from penstock.errors import StoreUnavailable
 from penstock.ports import LINKS_WAITING, Clock, LinkChunk, Topics, Transaction, UnitOfWork
+from penstock.rules.links import CHUNK, pack
 
 log = logging.getLogger("penstock.worker")
 # Seconds between two looks without an end in this process. Other workers may have stored links.
@@ -122,8 +122,8 @@ class LinkFeeder:
             page, links = read_chunk(chunk.body)
             count = counts.setdefault(page.topic, Counter())
             if decided := self._acceptor.accept(tx, session, page, links, room, now, count):
-                rest = links[decided:]
-                tx.links.shorten(chunk, page.topic, len(rest), write_chunk(page, rest))
+                rest = write_chunks(page, pack(links[decided:]))
+                tx.links.shorten(chunk, page.topic, *(rest[0] if rest else (0, b"")))
                 last = chunk.page
         for topic, count in counts.items():
             tx.counters.add(topic, count)

@@ -17,11 +17,11 @@ from penstock.engine.settings import LifecycleSettings
 from penstock.model import Ask, Event, Link, child_id
 from penstock.ports import End, Transaction
 from penstock.rules.identity import BadUrl, canonical_url, host_key
+from penstock.rules.links import UNPACKED, PackedLinks, pack, unpack
 
 # Links that one transaction decides. A link needs about 0.1 ms on SQLite, and the statements run on
 # the event loop. So one transaction keeps the loop for about 50 ms.
-MAX_DECIDED = 500
-CHUNK = 100  # links in one row that wait for room. The row is written again when it gets shorter.
+MAX_DECIDED = UNPACKED
 RESERVED = 10  # one of this many places of `max_pending` is never used for links
 
 
@@ -46,7 +46,7 @@ class _Chunk(msgspec.Struct, frozen=True):
     """Links of one page that wait for room. Independent of the ledger row of the page's event."""
 
     page: Event  # without the fields that its children do not get
-    links: Sequence[Link]
+    links: bytes  # a list of Link, packed
 
 
 _decode = msgspec.msgpack.Decoder(_Chunk).decode
@@ -56,11 +56,13 @@ _encode = msgspec.msgpack.Encoder().encode
 def read_chunk(body: bytes) -> tuple[Event, Sequence[Link]]:
     """Return the event of the page, without its data, and the links."""
     chunk = _decode(body)
-    return chunk.page, chunk.links
+    return chunk.page, unpack(chunk.links)
 
 
-def write_chunk(page: Event, links: Sequence[Link]) -> bytes:
-    return _encode(_Chunk(msgspec.structs.replace(page, data={}, ask=Ask()), links))
+def write_chunks(page: Event, packed: Sequence[PackedLinks]) -> list[tuple[int, bytes]]:
+    """Return the number of links and the body of each chunk."""
+    short = msgspec.structs.replace(page, data={}, ask=Ask())
+    return [(chunk.count, _encode(_Chunk(short, chunk.body))) for chunk in packed]
 
 
 class Room:
@@ -114,11 +116,9 @@ class LinkAcceptor:
         the ledger.
         """
         decided = self.accept(tx, session, end.event, end.links[:share], room, now, count)
-        rest = end.links[decided:]
-        chunks = [rest[i : i + CHUNK] for i in range(0, len(rest), CHUNK)]
-        if chunks:
-            bodies = [(len(links), write_chunk(end.event, links)) for links in chunks]
-            tx.links.store(end.row, end.event.topic, bodies)
+        rest = [*pack(end.links[decided:]), *end.more_links]
+        if rest:
+            tx.links.store(end.row, end.event.topic, write_chunks(end.event, rest))
 
     def accept(
         self,

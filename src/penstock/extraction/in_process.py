@@ -53,7 +53,7 @@ def run_page(pipeline: Pipeline, page: Page, max_output: int = extracting.MAX_OU
     so the caller decides.
     """
     try:
-        return extracting.run(pipeline, page, max_output=max_output)
+        return extracting.run(pipeline, page, max_output=max_output).pack_links()
     except (MemoryError, SystemExit):
         raise
     # User code may also raise KeyboardInterrupt, CancelledError and the like: errors of this page.

@@ -10,6 +10,7 @@ import msgspec
 
 from penstock.model import Event, Link, Record
 from penstock.ports.broker import Delivery, Out
+from penstock.rules.links import PackedLinks
 
 
 class Status(enum.StrEnum):
@@ -108,6 +109,7 @@ class End(msgspec.Struct, kw_only=True):
     meta: PageMeta | None = None
     records: Sequence[Record] = ()
     links: Sequence[Link] = ()
+    more_links: Sequence[PackedLinks] = ()  # the links after `links`
     extractors: str = ""  # dependencies of the extraction, as in rules.dependencies
     extracted: bool = False  # a success for which extractors ran, so the page was not unchanged
     failed_extractors: Sequence[str] = ()  # names, if the extraction failed

@@ -8,13 +8,15 @@ from typing import Protocol, runtime_checkable
 import msgspec
 
 from penstock.model import Event, Link, Reason, Record
+from penstock.rules.links import UNPACKED, PackedLinks, pack
 
 
 class Extracted(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Result of the user's code for one page. If `error` is set, there are no records and links."""
 
     records: list[Record] = []
-    links: list[Link] = []
+    links: list[Link] = []  # at most UNPACKED. The others are in `more_links`.
+    more_links: list[PackedLinks] = []
     matched: bool = True  # False if no extractor matches the URL
     read_event: bool = False  # an extractor has read the event
     read_headers: bool = False  # an extractor has read the headers of the response
@@ -24,6 +26,12 @@ class Extracted(msgspec.Struct, kw_only=True, omit_defaults=True):
     extractor: str = ""  # name of the extractor that failed, if it is known
     detail: str = ""  # traceback
     after: float | None = None  # seconds until the retry, if the user's code requested a delay
+
+    def pack_links(self) -> Extracted:
+        """Pack all links but the first, so that a page with very many links needs little memory."""
+        self.links, rest = self.links[:UNPACKED], self.links[UNPACKED:]
+        self.more_links += pack(rest)
+        return self
 
 
 class FetchedPage(msgspec.Struct, frozen=True):
