@@ -129,14 +129,14 @@ class Handlers:
             )
         self._recorder.fail(item, stage, failure)
 
-    async def _wait_without_permit(self, seconds: float) -> None:
+    async def _wait_without_permit(self, item: InflightEvent, seconds: float) -> None:
         """Wait for a slot in the middle of a request, without a permit.
 
         Redirects wait for a slot, and so does a page whose slot was used for robots.txt.
         """
-        self._dispatcher.free_permit()
+        self._dispatcher.leave_permit(item)
         self._flush_if_idle()
-        await self._dispatcher.take_permit_again(seconds)
+        await self._dispatcher.take_permit_again(item, seconds)
 
     def _finish(self, item: InflightEvent) -> None:
         item.task = None
@@ -189,7 +189,7 @@ class Handlers:
             partial(self._on_response, item),
             # By how many pools the event's route has moved on.
             turn=retry.turns(self._policies, "fetch", failures) if failures else 0,
-            sleep=self._wait_without_permit,
+            sleep=partial(self._wait_without_permit, item),
             again=again,
             progress=b"" if again else item.admitted.progress,
         )

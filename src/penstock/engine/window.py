@@ -82,9 +82,14 @@ class PrefetchWindow:
                 else:
                     await wait(self._clock, self._room, 0.1)
                 continue
-            if dispatcher.waits_for_hosts and dispatcher.mixed:
-                await self._hold_full_hosts(dispatcher)
             longest_wait = 0.5
+            if (
+                dispatcher.waits_for_hosts
+                and dispatcher.mixed
+                and (full_hosts := dispatcher.full_hosts())
+            ):
+                await self._hold(full_hosts)
+                longest_wait = HOST_HOLD / 2  # the hold must not end while `receive` waits
             if not self.held and self._clock.now() < self._newer_at + NEWER_MEMORY:
                 await wait(self._clock, self._room, NEWER_PAUSE)
                 longest_wait = 0.0
@@ -123,11 +128,10 @@ class PrefetchWindow:
                 e.hint,
             )
 
-    async def _hold_full_hosts(self, dispatcher: Dispatcher) -> None:
+    async def _hold(self, hosts: Sequence[str]) -> None:
         """Let the broker hold hosts whose waiting events use their whole share of the window."""
-        until = self._clock.now() + HOST_HOLD
-        if full := dict.fromkeys(dispatcher.full_hosts(), until):
-            await self._outage.retry_until_stored(partial(self._subscription.hold, full))
+        full = dict.fromkeys(hosts, self._clock.now() + HOST_HOLD)
+        await self._outage.retry_until_stored(partial(self._subscription.hold, full))
 
     async def _give_back_excess(self, dispatcher: Dispatcher) -> None:
         """Release deliveries beyond each host's share of the prefetch window.
@@ -135,8 +139,10 @@ class PrefetchWindow:
         Slow hosts have filled the window. After the release, work for other hosts can be received.
         """
         self._received = self._clock.now()
-        if excess := dispatcher.take_excess():
-            await self._hold_full_hosts(dispatcher)
+        crowded = dispatcher.is_crowded(GIVE_BACK_AFTER)
+        full = dispatcher.full_hosts(crowded=crowded)
+        if excess := dispatcher.take_excess(crowded=crowded):
+            await self._hold(full)
             await self._release(excess)
 
     # -- holding -----------------------------------------------------------------------------------
