@@ -381,6 +381,7 @@ class Reason(enum.StrEnum):
     FIRST_BYTE = "first_byte"
     TOTAL = "total"
     RATE = "rate"
+    SLOW = "slow"  # while other domains wait for permits
     BAD_URL = "bad_url"
     BAD_REQUEST = "bad_request"
     FORBIDDEN = "forbidden"

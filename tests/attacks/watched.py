@@ -1,15 +1,18 @@
 """`penstock`, with a file that records how long each turn of its event loop keeps the CPU.
 
-Used as a command: `python watched.py FILE run shop.py`.
+Used as a command: `python watched.py FILE run shop.py`. Names below `.test` are this machine, so
+that one site can have many hosts.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 TICK = 0.005  # seconds between two timers
 MIN_RECORDED = 0.02  # seconds of CPU time. Shorter turns are not recorded.
@@ -38,7 +41,18 @@ def watch(loop: asyncio.AbstractEventLoop, path: Path) -> None:
     loop.call_soon(start)
 
 
+def resolve_test_names() -> None:
+    system = socket.getaddrinfo
+
+    def getaddrinfo(host: Any, *args: Any, **more: Any) -> Any:
+        local = isinstance(host, str) and host.endswith(".test")
+        return system("127.0.0.1" if local else host, *args, **more)
+
+    socket.getaddrinfo = getaddrinfo
+
+
 def main() -> None:
+    resolve_test_names()
     path = Path(sys.argv.pop(1))
     from penstock.cli.main import main as penstock
     from penstock.runtime import supervisor

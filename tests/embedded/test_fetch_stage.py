@@ -119,7 +119,7 @@ class Rig:
     def __init__(
         self, web: Web, fetcher: CurlFetcher, options: FetchOptions, limits: rules.Limits
     ) -> None:
-        self.web, self.time = web, Time()
+        self.web, self.time, self.fetcher = web, Time(), fetcher
         self.hosts = Hosts(self.time, limits)
         self.stage = FetchStage(fetcher, self.hosts, self.hosts, self.time, options)
         self.key = host_key(web.url())

@@ -74,6 +74,7 @@ RECORDED = [
     (Reason.FIRST_BYTE, "no first byte in time", "e508ca5e39a1"),
     (Reason.TOTAL, "not finished in time", "1ff7df65ec45"),
     (Reason.RATE, "slower than the minimum rate", "06f91f311d5f"),
+    (Reason.SLOW, "too slow while other domains wait for permits", "d4e688c2a3ed"),
     (Reason.BAD_URL, "not a URL we fetch", "b0f597303d78"),
     (Reason.BAD_REQUEST, "not a request we send", "9845ab843023"),
     (Reason.FORBIDDEN, "forbidden address", "aaf513296306"),

@@ -24,6 +24,7 @@ from penstock.engine.window import PrefetchWindow
 from penstock.model import ErrorClass
 from penstock.ports import Clock, End, Extraction, Pace, PageFetcher, Subscription
 from penstock.rules import retry
+from penstock.rules.speed import Scarcity
 
 __all__ = ["ENTRY", "Options", "Stage", "Worker"]
 
@@ -109,6 +110,10 @@ class Worker:
     def held(self) -> dict[int, InflightEvent]:
         """Events without a committed outcome, by the position of their delivery."""
         return self._window.held
+
+    def scarcity(self) -> Scarcity | None:
+        """Return the lowest accepted speed of responses while permits are scarce, or None."""
+        return self._dispatcher.scarcity()
 
     def _on_recorded(self, ends: Sequence[End]) -> None:
         self._dispatcher.wake()

@@ -211,7 +211,8 @@ class RobotsTxt:
                     # The host does not exist, so it has no robots.txt rules. Fail the page with the
                     # same error now.
                     raise
-                if e.kind is ErrorClass.TRANSIENT or oversized(e):
+                # SLOW says more about this worker than about the site, so it is not stored.
+                if (e.kind is ErrorClass.TRANSIENT and e.code is not Reason.SLOW) or oversized(e):
                     return _UNREACHABLE, None
                 if e.kind is ErrorClass.PERMANENT:
                     if not hop:

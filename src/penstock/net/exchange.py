@@ -23,6 +23,8 @@ from penstock.net.decoding import (
 from penstock.net.guard import Guard, Target
 from penstock.net.headers import parse_head
 from penstock.ports import Done
+from penstock.rules.identity import host_key
+from penstock.rules.speed import Scarcity
 from penstock.rules.verdict import breach
 
 if TYPE_CHECKING:
@@ -162,6 +164,8 @@ class Exchange:
         "failure",
         "headers",
         "lines",
+        "marked_at",
+        "marked_size",
         "on_end",
         "parts",
         "paused_at",
@@ -201,6 +205,9 @@ class Exchange:
         # Set by BodyMemory: bytes of the body that are counted, and when this exchange was paused
         # (0 if it is not paused).
         self.counted_bytes, self.paused_at = 0, 0.0
+        # Bytes received until `marked_at`, the time from which the speed is measured while permits
+        # are scarce. It is measured from the start if `marked_at` is 0.
+        self.marked_size = 0
         self._setup()
         self.clear()
 
@@ -246,7 +253,7 @@ class Exchange:
         self.decoder, self.failure, self.target, self.peer = None, None, None, ""
         self.status, self.version, self.size, self.rate_size, self.cancelled = 0, "", 0, 0, False
         self.taken = 0  # bytes of a paused chunk that the decoder has
-        self.started = self.ready_at = self.rate_start = 0.0
+        self.started = self.ready_at = self.rate_start = self.marked_at = 0.0
 
     def restore(self) -> None:
         """Reset to a plain GET, without headers, body and proxy of the last request."""
@@ -287,14 +294,20 @@ class Exchange:
         """Resume after a pause for memory. The pause does not count for the server's timeouts."""
         self.started += waited
         self.rate_start = 0.0
+        self.mark(self.set_up.now())
         if self.engine is not None:
             self.engine.schedule_resume(self)
+
+    def mark(self, now: float) -> None:
+        """Measure the speed from now on."""
+        self.marked_at, self.marked_size = now, self.size + self.head_size()
 
     def extend_timeouts(self, late: float, now: float) -> None:
         """Extend all timeouts by the time for which this process was blocked or suspended."""
         self.started = min(now, self.started + late)
         self.ready_at = self.ready_at and min(now, self.ready_at + late)
         self.rate_start = self.rate_start and min(now, self.rate_start + late)
+        self.marked_at = self.marked_at and min(now, self.marked_at + late)
 
     # Callbacks of libcurl. An exception would be printed and lost, so each callback ends the
     # transfer by its return value.
@@ -404,7 +417,7 @@ class Exchange:
             self.decoder = Decoder(names, self.set_up.options.max_decoded_bytes)
         return self.headers
 
-    def overdue(self, now: float) -> Failure | None:
+    def overdue(self, now: float, scarcity: Scarcity | None = None) -> Failure | None:
         """Return a failure if a timeout has expired, or if the server sends too slowly.
 
         libcurl has no timeout for the first byte, and a timer for each request costs more than a
@@ -412,6 +425,9 @@ class Exchange:
         """
         o = self.set_up.options
         age = now - self.started
+        if scarcity is not None and scarcity.affects(host_key(self.url, by="domain")):
+            if text := self._slower_than(scarcity.speed, scarcity.span, now):
+                return breach(Reason.SLOW, text)
         if age > o.total_timeout:
             return breach(Reason.TOTAL, f"{o.total_timeout:g} s")
         if not self.ready_at:
@@ -430,6 +446,20 @@ class Exchange:
         self.rate_start, self.rate_size = now, got
         text = f"{o.min_rate:g} bytes a second over {o.min_rate_span:g} s"
         return breach(Reason.RATE, text) if slow else None
+
+    def _slower_than(self, lowest: float, span: float, now: float) -> str:
+        """Return the speed as text if it is below the lowest one, "" otherwise.
+
+        All phases count: the connection, the proxy, the wait for the first byte, head and body.
+        """
+        seconds = now - (self.marked_at or self.started)
+        if seconds < span:
+            return ""
+        got = self.size + self.head_size() - (self.marked_size if self.marked_at else 0)
+        if got < lowest * seconds:
+            return f"{got / seconds:.0f} bytes a second over {seconds:.0f} s, below {lowest:.0f}"
+        self.mark(now)
+        return ""
 
     def head_size(self) -> int:
         return sum(map(len, self.lines))

@@ -9,7 +9,7 @@ import asyncio
 import re
 import ssl
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -27,6 +27,7 @@ from penstock.ports import Done, Response
 from penstock.rules.identity import BadUrl, authority, canonical_url
 from penstock.rules.proxies import ProxyFailed
 from penstock.rules.reasons import sentence
+from penstock.rules.speed import Scarcity
 from penstock.rules.verdict import LIMITS, breach, transport
 
 __all__ = ["CurlFetcher", "HttpOptions", "parse_proxy"]
@@ -125,6 +126,8 @@ class CurlFetcher:
         self._preferred: dict[str, str] = {}
         self._targets: dict[str, tuple[float, Target]] = {}
         self._closed = False
+        # Returns the lowest accepted speed, or None if permits are not scarce. A worker sets it.
+        self.scarcity: Callable[[], Scarcity | None] = lambda: None
 
     async def fetch(
         self,
@@ -231,6 +234,7 @@ class CurlFetcher:
                     len(ex.pins) > 1
                     and not ex.ready_at
                     and failure.kind is ErrorClass.TRANSIENT
+                    and failure.code is not Reason.SLOW
                     and not self._closed
                 ):
                     self._try_next(ex)
@@ -301,9 +305,12 @@ class CurlFetcher:
         bodies = BodyMemory(self.options.max_held_bytes, loop.time)
         self._opened = (
             SetUp(self.guard, self.options, headers, _ca_file(self.options), loop.time, bodies),
-            Engine(loop, self.options),
+            self._open_engine(loop),
         )
         return self._opened
+
+    def _open_engine(self, loop: asyncio.AbstractEventLoop) -> Engine:
+        return Engine(loop, self.options, lambda: self.scarcity())
 
     async def _resolve(self, url: str, set_up: SetUp) -> Target:
         target = await self.guard.resolve(url)
@@ -334,7 +341,7 @@ class CurlFetcher:
         # A separate pool for each DSN: libcurl would reuse a tunnel of another user name.
         engine = self._proxied.get(dsn)
         if engine is None:
-            engine = self._proxied[dsn] = Engine(asyncio.get_running_loop(), self.options)
+            engine = self._proxied[dsn] = self._open_engine(asyncio.get_running_loop())
             idle = [k for k, e in self._proxied.items() if not e.active and e is not engine]
             for k in idle[: max(0, len(self._proxied) - _MAX_PROXY_POOLS)]:
                 self._proxied.pop(k).close()

@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import math
 import select
+from collections.abc import Callable
 from typing import Any
 
 import pycurl
 
 from penstock.model import Reason
 from penstock.net.exchange import Exchange, HttpOptions, OnEnd
+from penstock.rules.speed import Scarcity
 from penstock.rules.verdict import breach
 
 __all__ = ["Engine", "HttpOptions"]
@@ -22,6 +24,7 @@ _MAX_BATCH_SECONDS = 0.01  # seconds of transfers before other tasks of the even
 _POLL_IN, _POLL_OUT, _POLL_REMOVE = pycurl.POLL_IN, pycurl.POLL_OUT, pycurl.POLL_REMOVE
 # Seconds. If the event loop is later than that, it was blocked or the machine was suspended.
 _LOOP_LAG_LIMIT = 0.1
+_BUSY_LAG = 0.03  # seconds. If the event loop is later than that, it has much to do.
 # Seconds after which a transfer is paused. libcurl would otherwise deliver everything that it has
 # received, even in very small chunks.
 _PAUSE_AFTER = 0.01
@@ -33,8 +36,13 @@ class Engine:
     All its sockets are in one epoll set, which the event loop watches as a single descriptor.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, options: HttpOptions) -> None:
-        self._loop = loop
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        options: HttpOptions,
+        scarcity: Callable[[], Scarcity | None],
+    ) -> None:
+        self._loop, self._scarcity = loop, scarcity
         self.active: dict[pycurl.Curl, Exchange] = {}
         self._watched: dict[int, int] = {}  # descriptor → events
         # Watched descriptors that libcurl does not wait for now. With keep-alive, it usually waits
@@ -258,11 +266,13 @@ class Engine:
         if behind > _LOOP_LAG_LIMIT:
             for ex in self.active.values():
                 ex.extend_timeouts(behind, now)
+        # An exchange that this process has paused does not wait for the server.
+        # A busy event loop would make fast servers look slow.
+        scarce = self._scarcity() if behind < _BUSY_LAG else None
         late = [
             (ex, failure)
             for ex in self.active.values()
-            # An exchange that this process has paused does not wait for the server.
-            if not ex.paused_at and (failure := ex.overdue(now)) is not None
+            if not ex.paused_at and (failure := ex.overdue(now, scarce)) is not None
         ]
         for ex, failure in late:
             ex.failure = failure

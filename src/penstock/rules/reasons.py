@@ -49,6 +49,7 @@ SENTENCES: dict[Reason, str] = {
     Reason.FIRST_BYTE: "no first byte in time",
     Reason.TOTAL: "not finished in time",
     Reason.RATE: "slower than the minimum rate",
+    Reason.SLOW: "too slow while other domains wait for permits",
     Reason.BAD_URL: "not a URL we fetch",
     Reason.BAD_REQUEST: "not a request we send",
     Reason.FORBIDDEN: "forbidden address",

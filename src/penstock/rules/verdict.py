@@ -182,6 +182,7 @@ LIMITS: dict[Reason, ErrorClass] = {
     Reason.FIRST_BYTE: _X,
     Reason.TOTAL: _X,
     Reason.RATE: _X,
+    Reason.SLOW: _X,
     Reason.BAD_URL: _P,
     Reason.BAD_REQUEST: _P,
     Reason.FORBIDDEN: _P,

@@ -475,6 +475,8 @@ class WorkerProcess:
                     on_records=on_records,
                 )
             )
+            if fetch is not None and fetcher is not None:
+                fetcher.scarcity = self.workers[-1].scarcity
 
     def paused(self) -> str | None:
         """Return why workers receive no deliveries now, or None if they may.
