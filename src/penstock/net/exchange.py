@@ -24,7 +24,7 @@ from penstock.net.guard import Guard, Target
 from penstock.net.headers import parse_head
 from penstock.ports import Done
 from penstock.rules.identity import host_key
-from penstock.rules.speed import Scarcity
+from penstock.rules.speed import HIGHEST, SHORTEST, Scarcity
 from penstock.rules.verdict import breach
 
 if TYPE_CHECKING:
@@ -68,7 +68,8 @@ class BodyMemory:
     """Limits the memory of response bodies in progress.
 
     Above the limit small bodies and one large body may continue, so that at least one can finish.
-    Other large bodies are paused when they receive data, until an exchange ends.
+    Other large bodies are paused when they receive data, until an exchange ends. The one that may
+    continue must be fast while others are paused (`rules.speed`). The smallest is resumed first.
     """
 
     def __init__(self, limit: int, now: Callable[[], float]) -> None:
@@ -83,6 +84,7 @@ class BodyMemory:
             return True
         if self._over_limit is None:
             self._over_limit = ex
+            ex.mark(self._now())
             self.count(ex, max(1, ex.counted_bytes))  # a counted exchange calls `remove` at its end
         if self._over_limit is ex:
             return True
@@ -90,6 +92,10 @@ class BodyMemory:
             ex.paused_at = self._now()
             self._paused[ex] = None
         return False
+
+    def waits_for(self, ex: Exchange) -> bool:
+        """Return True if paused bodies wait for the end of this exchange."""
+        return self._over_limit is ex and bool(self._paused)
 
     def count(self, ex: Exchange, size: int) -> None:
         self.held_bytes += size - ex.counted_bytes
@@ -107,7 +113,7 @@ class BodyMemory:
             self._over_limit = None
         if self._paused and (self._over_limit is None or self.held_bytes <= self.limit):
             paused, self._paused, now = self._paused, {}, self._now()
-            for other in paused:
+            for other in sorted(paused, key=lambda ex: ex.counted_bytes):
                 waited, other.paused_at = now - other.paused_at, 0.0
                 other.resume(waited)
 
@@ -428,6 +434,10 @@ class Exchange:
         if scarcity is not None and scarcity.affects(host_key(self.url, by="domain")):
             if text := self._slower_than(scarcity.speed, scarcity.span, now):
                 return breach(Reason.SLOW, text)
+        elif self.set_up.bodies.waits_for(self) and (
+            text := self._slower_than(HIGHEST, SHORTEST, now)
+        ):
+            return breach(Reason.RATE, f"{text} while other bodies wait for memory")
         if age > o.total_timeout:
             return breach(Reason.TOTAL, f"{o.total_timeout:g} s")
         if not self.ready_at:
