@@ -435,6 +435,7 @@ class Reason(enum.StrEnum):
         "breaker_hosts"  # the breaker paused the topic, because it had paused many hosts
     )
     HOST_PAUSED = "host_paused"
+    BUDGET = "budget"  # a budget of pages or bytes is used up
     EXTRACTOR_PAUSED = "extractor_paused"
     # Intake
     ENVELOPE = "envelope"

@@ -14,8 +14,8 @@ from tests.embedded.test_books import URL, Rig
 from tests.embedded.test_relay import ApartRig
 
 from penstock import model
-from penstock.engine.admission import NEWER_DELAY, NEWER_MAX_DELAY
 from penstock.engine.messages import PageMessage
+from penstock.engine.unreadable import NEWER_DELAY, NEWER_MAX_DELAY
 from penstock.errors import NewerMessage
 from penstock.model import encode_event
 from penstock.ports import Out, PageMeta

@@ -146,6 +146,7 @@ RECORDED = [
         "host shop.test is paused until an operator resumes it",
         "d38fdd31b871",
     ),
+    (Reason.BUDGET, "the budget shop.test is used up", "78fa5074ca18"),
     (
         Reason.EXTRACTOR_PAUSED,
         "extractor shop.test is paused until an operator resumes it",

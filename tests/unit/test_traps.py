@@ -11,6 +11,7 @@ from uuid import UUID
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.unit.doubling import grows_linearly
 
 from penstock.rules.identity import BadUrl, canonical_url
 from penstock.rules.traps import MAX_SESSIONS, Trap, bucket_of, find_trap, session_tokens, shown
@@ -55,6 +56,7 @@ def lost(pages: Iterable[tuple[str, Sequence[str]]]) -> list[str]:
         ("/1/1/1/1", "/1/1/…"),
         ("/a/b/c/a/b/c/d/a", "/a/b/c/a/…"),
         ("/a/////b", "/a///…"),
+        ("/" + "/".join(map(str, range(65))), "/0/1/…"),
     ],
 )
 def test_a_path_that_repeats_its_segments_often_is_a_trap(path: str, template: str) -> None:
@@ -64,7 +66,7 @@ def test_a_path_that_repeats_its_segments_often_is_a_trap(path: str, template: s
 @pytest.mark.parametrize(
     "path",
     [
-        "/", "/a", "/a/", "/a/b/c/d/e/f/g/h", "/a/a/a", "/en/shoes/en/", "/a/b/a/b/a/c",
+        "/" + "/".join(map(str, range(64))), "/", "/a", "/a/", "/a/b/c/d/e/f/g/h", "/a/a/a", "/en/shoes/en/", "/a/b/a/b/a/c",
         "/tiles/1/1/1", "/media/0/0/0/12/5", "/2026/11/18/2026/", "/p/1?a=1&a=1&a=1&a=1&a=1",
     ],
 )  # fmt: skip
@@ -196,6 +198,22 @@ def test_a_news_archive_of_three_years_loses_nothing(first: date, form: str) -> 
             yield f"/{day.strftime('%Y/%m')}", paths
 
     assert lost(pages()) == []
+
+
+def hostile_urls(size: int) -> list[str]:
+    forms = ("/a{}", "/{}?a={}", "/x?date=2026-11-18&x={}", "/(A(a{}", "/a;sid={}", "/x?{}=1")
+    return [
+        *(SITE + form.replace("{}", "1a" * (size // 2)) for form in forms),
+        SITE + "/" + "/".join(map(str, range(size // 7))),
+        SITE + "/x?" + "&".join(f"d{n}=2026-11" for n in range(size // 14)),
+        SITE + "/0123456789abcdef0123" * (size // 21),
+    ]
+
+
+def test_the_work_for_a_link_is_linear_in_its_characters() -> None:
+    grows_linearly(
+        hostile_urls, lambda urls: [find_trap(u, session_tokens(u, urls), DATES) for u in urls]
+    )
 
 
 @given(st.text(max_size=200), st.lists(st.text(max_size=200), max_size=5))

@@ -43,8 +43,7 @@ def doctor(
     """
     from penstock.operate import doctor as checks
     from penstock.operate.ownership import check_owner
-    from penstock.runtime.openings import pipeline_openings, server_openings
-    from penstock.runtime.process import open_sandbox
+    from penstock.runtime.openings import open_sandbox, pipeline_openings, server_openings
     from penstock.runtime.stores import store_facts
 
     loaded = common.load()

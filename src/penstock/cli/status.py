@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
-    from penstock.ports import SourceState
+    from penstock.ports import SourceState, StoppedTrap
     from penstock.ports.reports import Standing
     from penstock.rules.waiting import Waiting
     from penstock.runtime.stores import Stores
@@ -103,6 +103,7 @@ Look = tuple[
     "list[SourceState]",
     "list[Waiting]",
     str | None,  # the pipeline that owns the store
+    "list[StoppedTrap]",
 ]
 
 
@@ -140,14 +141,16 @@ def look(stores: Stores) -> tuple[Look, float]:
         if (reason := (note_of(locks[s.name]) if holder_alive(locks[s.name]) else "") or s.outage)
     }
     waits = ask(stores, waits_in)
-    return (found, workers, alerts, down, sources, waits, owner), time.time()
+    traps = list(ask(stores, lambda tx: tx.budgets.traps()))
+    return (found, workers, alerts, down, sources, waits, owner, traps), time.time()
 
 
 def document(looked: Look, now: float) -> dict[str, Any]:
     from penstock.model import Reason
+    from penstock.rules.budgets import NOT_ACCEPTED
     from penstock.rules.reasons import code_of
 
-    found, workers, alerts, down, sources, waits, owner = looked
+    found, workers, alerts, down, sources, waits, owner, traps = looked
     total = {
         name: sum(row[name] for row in found.topics.values()) for name in ("accepted", *STATES)
     }
@@ -177,6 +180,15 @@ def document(looked: Look, now: float) -> dict[str, Any]:
             "reason": LINKS_WAIT if links_waiting(found) else None,
         },
         "counters": {**dict.fromkeys(COUNTERS, 0), **found.counters},
+        "links_not_accepted": [
+            {"counter": name, "links": n, "reason": reason, "next": step}
+            for name, (reason, step) in NOT_ACCEPTED.items()
+            if (n := found.counters.get(name))
+        ],
+        "traps": [
+            {"kind": t.kind, "template": t.template, "links": t.links, "last_at": iso(t.at)}
+            for t in traps
+        ],
         "delays": [
             {"reason": w.reason, "events": w.events, "next_at": iso(w.next_at)}
             for w in found.waiting
@@ -235,7 +247,7 @@ def picture(looked: Look, now: float) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    found, workers, alerts, down, sources, waits, owner = looked
+    found, workers, alerts, down, sources, waits, owner, traps = looked
     warnings = [
         *(
             (" alert ", topic, f"{count(dead)} of the last {count(ended)} events ended dead", "")
@@ -263,7 +275,13 @@ def picture(looked: Look, now: float) -> RenderableType:
         line = Text.assemble((label, style), " ", (plain(name), "bold"), f": {plain(text)}")
         parts += [line.append(f"  {command}" if command else "", "cyan"), ""]
     parts += [_figures(found), "", _workers(found, workers, owner, now)]
-    for part in (_yield(found), _delays(found, now), _causes(found, now), _sinks(found)):
+    for part in (
+        _yield(found),
+        _not_accepted(found, traps),
+        _delays(found, now),
+        _causes(found, now),
+        _sinks(found),
+    ):
         if part is not None:
             parts += ["", part]
     return Group(*parts)
@@ -342,6 +360,23 @@ def _yield(found: Standing) -> RenderableType | None:
     if not any(c.get(name) for name in (*COUNTERS, LINKS_WAITING)):
         return None
     return line
+
+
+def _not_accepted(found: Standing, traps: list[StoppedTrap]) -> RenderableType | None:
+    """Return the links that budgets and the crawler-trap rule stopped, with examples of traps."""
+    from rich.text import Text
+
+    from penstock.rules.budgets import NOT_ACCEPTED
+
+    lines = []
+    for name, (reason, step) in NOT_ACCEPTED.items():
+        if n := found.counters.get(name):
+            line = Text(f"{plural(n, 'link')} not accepted: {reason}", "yellow")
+            lines.append(line.append(f"   {step}", "dim"))
+    lines += [Text(f"  {plural(t.links, 'link')} of {plain(t.template)}") for t in traps[:5]]
+    if len(traps) > 5:
+        lines.append(Text(f"  and {plural(len(traps) - 5, 'other template')}", "dim"))
+    return Text("\n").join(lines) if lines else None
 
 
 def _delays(found: Standing, now: float) -> RenderableType | None:

@@ -13,23 +13,10 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 
 from penstock.config import units
+from penstock.config.limits import LimitsConfig
+from penstock.config.section import Opt, Section
 
 PREFIX = "PENSTOCK_"
-
-
-class Opt(msgspec.Struct, frozen=True):
-    """Metadata of one option, in addition to its type and default."""
-
-    kind: units.Kind
-    help: str
-    example: str = ""  # set if the default is not a good example
-    derived: str = ""  # describes a default that depends on another option
-    alias: str = ""  # a shorter variable
-    secret: bool = False  # masked in all output, and may be given as a file
-
-
-class _Section(msgspec.Struct, frozen=True, kw_only=True):
-    pass
 
 
 def _store(what: str, derived: str) -> Opt:
@@ -46,7 +33,7 @@ _DB = "sqlite:<state.dir>/penstock.db"
 # -- the options, with type, default and one line of help ------------------------------------------
 
 
-class StateConfig(_Section, frozen=True, kw_only=True):
+class StateConfig(Section, frozen=True, kw_only=True):
     dir: Annotated[
         Path,
         Opt(
@@ -58,7 +45,7 @@ class StateConfig(_Section, frozen=True, kw_only=True):
     ]
 
 
-class BrokerConfig(_Section, frozen=True, kw_only=True):
+class BrokerConfig(Section, frozen=True, kw_only=True):
     url: Annotated[str, _store("broker that carries the topics", _DB)]
 
 
@@ -72,7 +59,7 @@ def _topic(what: str) -> Opt:
     )
 
 
-class TopicsConfig(_Section, frozen=True, kw_only=True):
+class TopicsConfig(Section, frozen=True, kw_only=True):
     """The broker of each topic. By default one broker carries all topics."""
 
     requests: Annotated[str, _topic("requests: events that will be fetched, and their retries")]
@@ -80,15 +67,15 @@ class TopicsConfig(_Section, frozen=True, kw_only=True):
     records: Annotated[str, _topic("records: extracted records for other processes")]
 
 
-class LedgerConfig(_Section, frozen=True, kw_only=True):
+class LedgerConfig(Section, frozen=True, kw_only=True):
     url: Annotated[str, _store("store of the ledger: events, dead letters, outbox", _DB)]
 
 
-class ClaimsConfig(_Section, frozen=True, kw_only=True):
+class ClaimsConfig(Section, frozen=True, kw_only=True):
     url: Annotated[str, _store("store of claims, slots and robots.txt, shared by the fleet", _DB)]
 
 
-class PagesConfig(_Section, frozen=True, kw_only=True):
+class PagesConfig(Section, frozen=True, kw_only=True):
     url: Annotated[str, _store("store of raw pages", "file:<state.dir>/pages")]
     keep: Annotated[float | None, Opt(units.KEEP, "how long pages are kept")] = 30 * 86400.0
     max_bytes: Annotated[
@@ -103,7 +90,7 @@ class PagesConfig(_Section, frozen=True, kw_only=True):
     ] = 0
 
 
-class RetryConfig(_Section, frozen=True, kw_only=True):
+class RetryConfig(Section, frozen=True, kw_only=True):
     base: Annotated[
         float, Opt(units.durations(0.001, 86400), "first back-off, then exponential with jitter")
     ] = 10.0
@@ -122,7 +109,7 @@ class RetryConfig(_Section, frozen=True, kw_only=True):
     ] = 7 * 86400.0
 
 
-class TimeoutConfig(_Section, frozen=True, kw_only=True):
+class TimeoutConfig(Section, frozen=True, kw_only=True):
     connect: Annotated[
         float, Opt(units.durations(0.001, 3600), "time to connect, TLS included")
     ] = 10.0
@@ -132,7 +119,7 @@ class TimeoutConfig(_Section, frozen=True, kw_only=True):
     total: Annotated[float, Opt(units.durations(0.001, 86400), "time of a whole exchange")] = 60.0
 
 
-class NetConfig(_Section, frozen=True, kw_only=True):
+class NetConfig(Section, frozen=True, kw_only=True):
     allow: Annotated[
         tuple[str, ...],
         Opt(
@@ -161,7 +148,7 @@ class NetConfig(_Section, frozen=True, kw_only=True):
     timeout: TimeoutConfig = TimeoutConfig()
 
 
-class PaceConfig(_Section, frozen=True, kw_only=True):
+class PaceConfig(Section, frozen=True, kw_only=True):
     rate: Annotated[float, Opt(units.RATE, "requests a second for each host, with jitter")] = 1.0
     burst: Annotated[
         int, Opt(units.counts(1, 10_000), "requests a host may get in a burst after an idle time")
@@ -184,7 +171,7 @@ class PaceConfig(_Section, frozen=True, kw_only=True):
     ] = "host"
 
 
-class DedupConfig(_Section, frozen=True, kw_only=True):
+class DedupConfig(Section, frozen=True, kw_only=True):
     window: Annotated[
         float, Opt(units.durations(), "a URL is fetched at most once in this time")
     ] = 60.0
@@ -206,7 +193,7 @@ class DedupConfig(_Section, frozen=True, kw_only=True):
     ] = ()
 
 
-class FollowConfig(_Section, frozen=True, kw_only=True):
+class FollowConfig(Section, frozen=True, kw_only=True):
     window: Annotated[float, Opt(units.durations(), "window of followed links")] = 86400.0
     depth: Annotated[
         int, Opt(units.counts(0, 10_000), "longest chain of followed links from the first page")
@@ -216,7 +203,7 @@ class FollowConfig(_Section, frozen=True, kw_only=True):
     )
 
 
-class FetchConfig(_Section, frozen=True, kw_only=True):
+class FetchConfig(Section, frozen=True, kw_only=True):
     concurrency: Annotated[
         int, Opt(units.counts(1, 10_000), "requests in flight in one worker")
     ] = 256
@@ -239,7 +226,7 @@ class FetchConfig(_Section, frozen=True, kw_only=True):
     ] = False
 
 
-class ExtractConfig(_Section, frozen=True, kw_only=True):
+class ExtractConfig(Section, frozen=True, kw_only=True):
     isolation: Annotated[
         Literal["process", "none"],
         Opt(units.choices("process", "none"), "where the pipeline's code runs"),
@@ -253,7 +240,7 @@ class ExtractConfig(_Section, frozen=True, kw_only=True):
     group: Annotated[int, Opt(units.counts(1, 10_000), "pages per batch for a child process")] = 32
 
 
-class SinkConfig(_Section, frozen=True, kw_only=True):
+class SinkConfig(Section, frozen=True, kw_only=True):
     max_backlog: Annotated[
         int, Opt(units.counts(1), "rows waiting for a sink above which fetching pauses")
     ] = 100_000
@@ -263,13 +250,13 @@ class SinkConfig(_Section, frozen=True, kw_only=True):
     ] = 60.0
 
 
-class IntakeConfig(_Section, frozen=True, kw_only=True):
+class IntakeConfig(Section, frozen=True, kw_only=True):
     max_pending: Annotated[
         int, Opt(units.counts(1), "open events above which new ones are refused")
     ] = 10_000_000
 
 
-class ServeConfig(_Section, frozen=True, kw_only=True):
+class ServeConfig(Section, frozen=True, kw_only=True):
     host: Annotated[str, Opt(units.ADDRESS, "address on which webhooks are served")] = "127.0.0.1"
     port: Annotated[int, Opt(units.counts(0, 65535), "port (0 is any free port)")] = 8787
     max_connections: Annotated[int, Opt(units.counts(1, 100_000), "open connections")] = 256
@@ -278,7 +265,7 @@ class ServeConfig(_Section, frozen=True, kw_only=True):
     ] = 10.0
 
 
-class BreakerConfig(_Section, frozen=True, kw_only=True):
+class BreakerConfig(Section, frozen=True, kw_only=True):
     dead_share: Annotated[
         float, Opt(units.SHARE, "share of dead events that pauses a host or extractor")
     ] = 0.2
@@ -289,7 +276,7 @@ class BreakerConfig(_Section, frozen=True, kw_only=True):
     alert: Annotated[float, Opt(units.SHARE, "share of dead events that causes a warning")] = 0.02
 
 
-class GoneConfig(_Section, frozen=True, kw_only=True):
+class GoneConfig(Section, frozen=True, kw_only=True):
     after: Annotated[int, Opt(units.counts(1, 1000), "404 visits until a known URL is gone")] = 2
     limit: Annotated[
         float, Opt(units.SHARE, "share of a host's URLs that may be gone without an approval")
@@ -299,19 +286,19 @@ class GoneConfig(_Section, frozen=True, kw_only=True):
     ] = 60.0
 
 
-class HistoryConfig(_Section, frozen=True, kw_only=True):
+class HistoryConfig(Section, frozen=True, kw_only=True):
     keep: Annotated[
         float | None, Opt(units.KEEP, "how long ended events and their transitions are kept")
     ] = 30 * 86400.0
 
 
-class OutputConfig(_Section, frozen=True, kw_only=True):
+class OutputConfig(Section, frozen=True, kw_only=True):
     unchanged: Annotated[
         Literal["skip", "emit"], Opt(units.choices("skip", "emit"), "what an unchanged page writes")
     ] = "skip"
 
 
-class ProxyPoolConfig(_Section, frozen=True, kw_only=True):
+class ProxyPoolConfig(Section, frozen=True, kw_only=True):
     """One `[proxies.NAME]` table. There may be any number of them."""
 
     urls: Annotated[
@@ -359,9 +346,13 @@ class ProxyPoolConfig(_Section, frozen=True, kw_only=True):
     next: Annotated[
         str, Opt(units.NAME, "pool for events that were blocked in this pool", example="backup")
     ] = ""
+    bytes_per_day: Annotated[
+        int,
+        Opt(units.sizes(0), "bytes a day through the pool (0 uses limits.pool_bytes_per_day)"),
+    ] = 0
 
 
-class ConnectConfig(_Section, frozen=True, kw_only=True):
+class ConnectConfig(Section, frozen=True, kw_only=True):
     url: Annotated[
         str,
         Opt(
@@ -372,7 +363,7 @@ class ConnectConfig(_Section, frozen=True, kw_only=True):
     ] = "http://127.0.0.1:8083"
 
 
-class Config(_Section, frozen=True, kw_only=True):
+class Config(Section, frozen=True, kw_only=True):
     """All options, checked. `pipeline` and `namespace` are empty if they are not set."""
 
     pipeline: Annotated[
@@ -423,6 +414,7 @@ class Config(_Section, frozen=True, kw_only=True):
     extract: ExtractConfig = ExtractConfig()
     sink: SinkConfig = SinkConfig()
     intake: IntakeConfig = IntakeConfig()
+    limits: LimitsConfig = LimitsConfig()
     serve: ServeConfig = ServeConfig()
     breaker: BreakerConfig = BreakerConfig()
     gone: GoneConfig = GoneConfig()
@@ -457,7 +449,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
 POOL = "proxies"
 
 
-def _options(section: type[_Section], prefix: str = "") -> Iterator[Option]:
+def _options(section: type[Section], prefix: str = "") -> Iterator[Option]:
     hints = get_type_hints(section, include_extras=True)
     for field in msgspec.structs.fields(section):
         hint, path = hints[field.name], prefix + field.name

@@ -5,22 +5,22 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from zlib import crc32
 
 import msgspec
 
+from penstock.engine.budgets import StartGate, Traffic
 from penstock.engine.claim_session import Claims, ClaimSession, baseline_of, last_success
 from penstock.engine.foreign import refuse_foreign
 from penstock.engine.publishing import state_of
 from penstock.engine.routes import RouteGate
 from penstock.engine.settings import LifecycleSettings
+from penstock.engine.unreadable import dead_letter_for_bad_envelope, leave_to_newer
 from penstock.errors import BadEnvelope, NewerMessage
-from penstock.model import Ack, Dead, Event, Outcome, Reason, Release, Retry, mint
+from penstock.model import Ack, Event, Outcome, Reason, Release, Retry
 from penstock.ports import (
     Admitted,
     ClaimChange,
     Clock,
-    DeadLetter,
     Delivery,
     Durability,
     EventState,
@@ -33,15 +33,11 @@ from penstock.ports import (
 )
 from penstock.rules import freshness, gone
 from penstock.rules.dependencies import read_other_data
-from penstock.rules.fingerprint import fingerprint
 from penstock.rules.reasons import sentence
 from penstock.rules.routes import needs_proxy
 from penstock.rules.waiting import HOST
 
 PARK_AFTER = 10.0  # seconds. If a slot is further away, the event is delayed in the ledger.
-# Seconds until a message of a newer release is offered again, at first and later. Up to a half is
-# added.
-NEWER_DELAY, NEWER_MAX_DELAY = 12.0, 300.0
 HOLD_AFTER = 0.05  # seconds. If a slot is further away, the broker holds the host until then.
 ALREADY_SETTLED = Admitted(verdict="settled")
 ENDED = ("success", "dead", "duplicate")
@@ -76,7 +72,9 @@ class Admission:
         worker: str,
         clock: Clock,
         durability: Durability,
+        traffic: Traffic,
     ) -> None:
+        self._traffic = traffic
         self._uow, self._claims, self._pace, self.settings = uow, claims, pace, settings
         self._url_key, self._worker, self._clock = url_key, worker, clock
         self._durability = durability  # of `admit`
@@ -148,9 +146,9 @@ class Admission:
             outcome: Outcome | None = None
             admitted = ALREADY_SETTLED
             if isinstance(e, NewerMessage):
-                outcome = self._leave_to_newer(tx, d, e, now)
+                outcome = leave_to_newer(tx, d, e, now)
             elif isinstance(e, BadEnvelope):
-                outcome = self._dead_letter_for_bad_envelope(tx, d, e, now)
+                outcome = dead_letter_for_bad_envelope(tx, d, e, now)
             else:
                 # Use each state once. If an event is in the batch twice, its first delivery may
                 # have changed the state.
@@ -218,44 +216,6 @@ class Admission:
             progress=tx.lookup.progress(state.n) if state.starts and needs_request else b"",
             baseline=None if holder is None else baseline_of(tx, holder),
         )
-
-    def _leave_to_newer(
-        self, tx: Transaction, d: Delivery, error: NewerMessage, now: float
-    ) -> Outcome:
-        """Delay a message that only a newer release can read. It is neither charged nor dead.
-
-        The delay is longer than PARK_AFTER. So the messages of an external broker wait in the
-        outgoing table, and no broker counts their deliveries. The delay grows with the event's age,
-        so that the history of an event that waits for days stays short.
-        """
-        state = state_of(tx, d.id)
-        age = 0.0 if state is None else now - state.accepted_at
-        # Spread the messages: this worker pauses after the first one, so others get the next ones.
-        delay = min(max(NEWER_DELAY, age / 4), NEWER_MAX_DELAY) * (1 + crc32(d.id.encode()) / 2**33)
-        reason = sentence(Reason.NEWER, error.what, error.version, error.known)
-        if state is not None and state.status in ("pending", "delayed"):
-            tx.events.delay_unread(state, now + delay, reason, now)
-        return Retry(delay, reason, elsewhere=True)
-
-    def _dead_letter_for_bad_envelope(
-        self, tx: Transaction, d: Delivery, error: BadEnvelope, now: float
-    ) -> Outcome:
-        """Store a message that is not a valid event as a dead letter."""
-        tx.dead_letters.put(
-            DeadLetter(
-                event_id=mint("envelope", d.topic, str(d.position)),
-                topic=d.topic,
-                host=d.key,
-                stage="intake",
-                reason=error.message,
-                fingerprint=fingerprint("intake", "permanent", error.message),
-                envelope=d.body,
-                headers=msgspec.json.encode(d.headers).decode(),
-            ),
-            now,
-        )
-        tx.counters.add(d.topic, {"unreadable": 1})
-        return Dead(error.message)
 
     # -- freshness ---------------------------------------------------------------------------------
 
@@ -421,15 +381,20 @@ class Admission:
             tx, [key for key in keys if key is not None and key not in acquired]
         )
         may: list[bool] = []
-        for (d, e, _), key, held in zip(starts, keys, leases, strict=True):
+        gate = StartGate(tx, self.settings, self._traffic, now)
+        gate.read([start for start, ask in zip(starts, asks, strict=True) if ask])
+        for (d, e, a), key, needs_request, held in zip(starts, keys, asks, leases, strict=True):
             outcome: Outcome | None = None
             if key is not None and not (key in acquired and acquired[key].owner == e.id):
                 outcome = self._take_claim(tx, session, e, key, taken, holders, now)
             if held and not next(unstarted):
                 outcome = Release()
+            if held and needs_request and outcome is None and self.settings.budgets.any:
+                outcome = gate.delay(e, a)
             may.append(held and outcome is None)
             if outcome is not None:
                 settles.append((d, outcome))
+        gate.write()
         session.take_over(tx, [c for key, c in taken.items() if key not in acquired], now)
         going = [
             Start(a.row, e, a.fence, needs_request)

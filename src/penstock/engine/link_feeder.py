@@ -86,7 +86,7 @@ class LinkFeeder:
             return False
         pages = [read_chunk(chunk.body) for chunk in chunks]
         session = await self._claims.open(
-            lambda: self._acceptor.keys([links for _, links in pages])
+            lambda: self._acceptor.keys([links for _, links, _ in pages])
         )
         last, topics = await self._uow.write(partial(self._feed, session, chunks))
         if last is None:
@@ -119,10 +119,11 @@ class LinkFeeder:
             if not tx.links.holds(chunk):
                 last = chunk.page  # another worker was faster, so look again
                 continue
-            page, links = read_chunk(chunk.body)
+            page, links, tokens = read_chunk(chunk.body)
             count = counts.setdefault(page.topic, Counter())
-            if decided := self._acceptor.accept(tx, session, page, links, room, now, count):
-                rest = write_chunks(page, pack(links[decided:]))
+            decided = self._acceptor.accept(tx, session, page, links, tokens, room, now, count)
+            if decided:
+                rest = write_chunks(page, pack(links[decided:]), tokens)
                 tx.links.shorten(chunk, page.topic, *(rest[0] if rest else (0, b"")))
                 last = chunk.page
         for topic, count in counts.items():

@@ -11,17 +11,21 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
+from penstock.engine.budgets import LinkGate, session_tokens
 from penstock.engine.claim_session import ClaimSession
 from penstock.engine.publishing import insert_events
 from penstock.engine.settings import LifecycleSettings
 from penstock.model import Ask, Event, Link, child_id
 from penstock.ports import End, Transaction
+from penstock.rules.budgets import Key
 from penstock.rules.identity import BadUrl, canonical_url, host_key
 from penstock.rules.links import UNPACKED, PackedLinks, pack, unpack
 
 # Links that one transaction decides. A link needs about 0.1 ms on SQLite, and the statements run on
 # the event loop. So one transaction keeps the loop for about 50 ms.
 MAX_DECIDED = UNPACKED
+# Links of a page in which session ids are searched, even if none of its links is decided now.
+MIN_READ = 20
 RESERVED = 10  # one of this many places of `max_pending` is never used for links
 
 
@@ -47,22 +51,25 @@ class _Chunk(msgspec.Struct, frozen=True):
 
     page: Event  # without the fields that its children do not get
     links: bytes  # a list of Link, packed
+    tokens: Sequence[str] = ()  # session ids in the links of the page
 
 
 _decode = msgspec.msgpack.Decoder(_Chunk).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def read_chunk(body: bytes) -> tuple[Event, Sequence[Link]]:
-    """Return the event of the page, without its data, and the links."""
+def read_chunk(body: bytes) -> tuple[Event, Sequence[Link], Sequence[str]]:
+    """Return the event of the page, without its data, the links, and session ids in them."""
     chunk = _decode(body)
-    return chunk.page, unpack(chunk.links)
+    return chunk.page, unpack(chunk.links), chunk.tokens
 
 
-def write_chunks(page: Event, packed: Sequence[PackedLinks]) -> list[tuple[int, bytes]]:
+def write_chunks(
+    page: Event, packed: Sequence[PackedLinks], tokens: Sequence[str]
+) -> list[tuple[int, bytes]]:
     """Return the number of links and the body of each chunk."""
     short = msgspec.structs.replace(page, data={}, ask=Ask())
-    return [(chunk.count, _encode(_Chunk(short, chunk.body))) for chunk in packed]
+    return [(chunk.count, _encode(_Chunk(short, chunk.body, tokens))) for chunk in packed]
 
 
 class Room:
@@ -115,10 +122,33 @@ class LinkAcceptor:
         At most `share` links are decided, and only while there is room. All other links are kept in
         the ledger.
         """
-        decided = self.accept(tx, session, end.event, end.links[:share], room, now, count)
-        rest = [*pack(end.links[decided:]), *end.more_links]
+        links, more = self._first_links(end, count)
+        read = links[: max(share, MIN_READ)]
+        tokens = session_tokens(self._settings, end.event.url, read)
+        decided = self.accept(tx, session, end.event, links[:share], tokens, room, now, count)
+        rest = [*pack(links[decided:]), *more]
         if rest:
-            tx.links.store(end.row, end.event.topic, write_chunks(end.event, rest))
+            tx.links.store(end.row, end.event.topic, write_chunks(end.event, rest, tokens))
+
+    def _first_links(
+        self, end: End, count: Counter[str]
+    ) -> tuple[Sequence[Link], Sequence[PackedLinks]]:
+        """Return the links of a page up to the limit for one page, and count the others."""
+        limit, total = self._settings.budgets.links_per_page, len(end.links)
+        total += sum(packed.count for packed in end.more_links)
+        if not 0 < limit < total:
+            return end.links, end.more_links
+        count["followed_over_page"] += total - limit
+        if limit <= len(end.links):
+            return end.links[:limit], ()
+        left, kept = limit - len(end.links), []
+        for packed in end.more_links:
+            if packed.count > left:
+                kept += pack(unpack(packed.body)[:left])
+                break
+            kept.append(packed)
+            left -= packed.count
+        return end.links, kept
 
     def accept(
         self,
@@ -126,6 +156,7 @@ class LinkAcceptor:
         session: ClaimSession,
         parent: Event,
         links: Sequence[Link],
+        tokens: Sequence[str],
         room: Room,
         now: float,
         count: Counter[str],
@@ -137,7 +168,7 @@ class LinkAcceptor:
         decided = 0
         while decided < len(links) and (left := room.left(parent.topic)):
             some = links[decided : decided + left]
-            room.use(parent.topic, self._accept(tx, session, parent, some, now, count))
+            room.use(parent.topic, self._accept(tx, session, parent, some, tokens, now, count))
             decided += len(some)
         return decided
 
@@ -147,12 +178,14 @@ class LinkAcceptor:
         session: ClaimSession,
         parent: Event,
         links: Sequence[Link],
+        tokens: Sequence[str],
         now: float,
         count: Counter[str],
     ) -> int:
         """Accept these links, and return how many became events."""
         s = self._settings
         home = host_key(parent.url, by="domain") if s.follow_same_domain else None
+        gate = LinkGate(tx, s, parent, tokens, now)
         children = []
         for link in links:
             try:
@@ -160,14 +193,17 @@ class LinkAcceptor:
             except BadUrl:
                 count["followed_bad"] += 1
                 continue
-            refused = self._refusal(tx, session, parent, link, url, home, now)
+            host = host_key(url, by=s.host_by)
+            refused, charges = self._refusal(tx, session, parent, link, url, host, home, gate, now)
             if refused is not None:
                 count[refused] += 1
                 continue
-            child = _child_of(parent, link, url, host_key(url, by=s.host_by))
+            child = _child_of(parent, link, url, host)
             if not tx.lookup.known([child.id]):
                 children.append(child)
+                gate.charge(charges)
                 count["followed"] += 1
+        gate.write()
         insert_events(tx, children, now, s.pipeline)
         return len(children)
 
@@ -178,25 +214,30 @@ class LinkAcceptor:
         parent: Event,
         link: Link,
         url: str,
+        host: str,
         home: str | None,
+        gate: LinkGate,
         now: float,
-    ) -> str | None:
-        """Return the counter of the reason why a link is not followed, or None to accept the link.
+    ) -> tuple[str | None, Sequence[Key]]:
+        """Return the counter of the reason why a link is not followed, or the budgets to charge.
 
         `url` is the link's canonical URL. `home` is the domain that links must not leave.
         """
         s = self._settings
         if parent.depth + 1 > s.follow_depth:
-            return "followed_too_deep"
+            return "followed_too_deep", ()
         if home is not None and host_key(url, by="domain") != home:
-            return "followed_offsite"
+            return "followed_offsite", ()
         key = self._url_key(url)
+        refused, charges = gate.decide(url, host, key)
+        if refused is not None:
+            return refused, ()
         if not tx.lookup.add_to_trace(parent.trace, key, now):
-            return "followed_seen"
+            return "followed_seen", ()
         window = s.follow_window if link.window is None else link.window
         if url == parent.url or _is_fresh(tx, session, key, now - window):
-            return "followed_fresh"
-        return None
+            return "followed_fresh", ()
+        return None, charges
 
 
 def _child_of(parent: Event, link: Link, url: str, host: str) -> Event:

@@ -8,7 +8,7 @@ import msgspec
 
 from penstock.model import Event
 from penstock.ports import ExtractorKeys
-from penstock.rules import breaker, gone
+from penstock.rules import breaker, budgets, gone
 from penstock.rules.routes import ServedPool
 
 Stage = Literal["fetch", "extract", "sink"]
@@ -44,6 +44,8 @@ class LifecycleSettings(msgspec.Struct, frozen=True, kw_only=True):
     former: frozenset[str] = frozenset()  # former owners, which old messages may name
     breaker: breaker.Limits = breaker.Limits()
     gone: gone.Limits = gone.Limits()
+    run: budgets.Run = budgets.Run()  # the command of this worker
+    budgets: budgets.Limits = budgets.Limits()
     keys: ExtractorKeys = {}
     pools: tuple[ServedPool, ...] = ()  # proxy pools of this worker
     max_age: float = 7 * 86400.0  # seconds since acceptance, after which no event waits for a route

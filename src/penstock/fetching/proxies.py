@@ -9,15 +9,16 @@ import asyncio
 import logging
 import random
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
 
 from penstock.config.schema import ProxyPoolConfig
 from penstock.model import ErrorClass, Event, Failure, Reason
 from penstock.net.cookies import Jar
-from penstock.ports import Clock, Fetcher, ProxyHealth, Response
+from penstock.ports import Clock, Fetcher, ProxyHealth, Response, Traffic
 from penstock.rules import proxies as rules
+from penstock.rules.budgets import BUDGET, POOL
 from penstock.rules.reasons import sentence
 from penstock.rules.routes import ServedPool
 
@@ -75,7 +76,9 @@ class Proxies:
         fetcher: Fetcher,
         clock: Clock,
         rng: random.Random,
+        traffic: Traffic | None = None,
     ) -> None:
+        self._traffic = traffic
         self._pools, self._health, self._fetcher, self._clock, self._rng = (
             pools(config),
             health,
@@ -116,6 +119,8 @@ class Proxies:
         """
         for _ in range(TRIES):
             choice = await self._choose(event, turn)
+            if self._traffic is not None:
+                self._traffic.use(choice.pool.name, choice.member.dsn)
             try:
                 response = await send(choice.member.dsn)
             except Failure as e:
@@ -136,6 +141,7 @@ class Proxies:
     async def _choose(self, event: Event, turn: int) -> rules.Choice:
         route, now = event.route, self._clock.now()
         order = rules.plan(self._pools, route, key=route.account or event.id, turn=turn)
+        order = self._with_bytes_left(order, now)
         if self._lists:
             order = tuple([await self._with_listed_members(pool) for pool in order])
         found = rules.pick(
@@ -149,6 +155,26 @@ class Proxies:
                 after=max(0.1, found.until - now) * (1 + 0.1 * self._rng.random()),
             )
         return found
+
+    def _with_bytes_left(self, order: Sequence[rules.Pool], now: float) -> tuple[rules.Pool, ...]:
+        """Return the pools whose byte budget of this day is not used up.
+
+        If there is none, the event waits until the day ends.
+        """
+        if self._traffic is None:
+            return tuple(order)
+        ends = {pool.name: self._traffic.spent_until(pool.name) for pool in order}
+        left = tuple(pool for pool in order if not ends[pool.name])
+        if not left:
+            what = POOL + order[0].name
+            raise Failure(
+                ErrorClass.THROTTLED,
+                sentence(Reason.BUDGET, what),
+                code=Reason.BUDGET,
+                after=max(0.1, ends[order[0].name] - now),
+                waits_for=BUDGET + what,
+            )
+        return left
 
     async def _record_result(self, choice: rules.Choice, host: str, failure: Failure) -> None:
         pool, member = choice.pool, choice.member

@@ -181,7 +181,7 @@ class Exchange:
         "pipewait",
         "plain",
         "plain_headers",
-        "proxied",
+        "proxy",
         "rate_size",
         "rate_start",
         "ready_at",
@@ -200,9 +200,10 @@ class Exchange:
         self.lines: list[bytes] = []
         self.on_end: OnEnd = ignore_result  # method of the client, set by Engine.start
         self.done: Done = ignore_result  # the client calls it with the result
-        # For the client: the request's URL, its addresses from the current one on, and if it uses
-        # a proxy.
-        self.url, self.proxied = "", False
+        # For the client: the request's URL, its addresses from the current one on, and the URL of
+        # its proxy.
+        self.url = ""
+        self.proxy: str | None = None
         self.pins: tuple[str, ...] = ()
         self.decoder: Decoder | None = None
         self.failure: Failure | None = None
@@ -473,6 +474,19 @@ class Exchange:
 
     def head_size(self) -> int:
         return sum(map(len, self.lines))
+
+    def wire_bytes(self) -> int:
+        """Return the bytes of HTTP that were sent and received, as they were transferred.
+
+        Bytes of TLS, TCP and IP are not included.
+        """
+        info = self.curl.getinfo
+        return int(
+            info(pycurl.REQUEST_SIZE)
+            + info(pycurl.HEADER_SIZE)
+            + info(pycurl.SIZE_UPLOAD)
+            + info(pycurl.SIZE_DOWNLOAD)
+        )
 
     def oversized(self) -> Failure | None:
         """Return a failure if the head is too large.

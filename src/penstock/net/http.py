@@ -23,7 +23,7 @@ from penstock.net.decoding import ACCEPT_ENCODING, BrokenCoding, TooManyCodings
 from penstock.net.exchange import BodyMemory, Exchange, HttpOptions, SetUp, ignore_result
 from penstock.net.guard import Guard, Target
 from penstock.net.transfer import Engine
-from penstock.ports import Done, Response
+from penstock.ports import Done, Response, Traffic
 from penstock.rules.identity import BadUrl, authority, canonical_url
 from penstock.rules.proxies import ProxyFailed
 from penstock.rules.reasons import sentence
@@ -118,7 +118,10 @@ def _ca_file(options: HttpOptions) -> str:
 class CurlFetcher:
     """ports.Fetcher. Opens on first use, in the running event loop. `close` ends all exchanges."""
 
-    def __init__(self, guard: Guard, options: HttpOptions | None = None) -> None:
+    def __init__(
+        self, guard: Guard, options: HttpOptions | None = None, traffic: Traffic | None = None
+    ) -> None:
+        self._traffic = traffic
         self.guard, self.options = guard, options or HttpOptions()
         self._opened: tuple[SetUp, Engine] | None = None
         self._proxied: OrderedDict[str, Engine] = OrderedDict()
@@ -160,7 +163,7 @@ class CurlFetcher:
         )
         done = partial(_set_result, answer)
         ex = self._send(
-            engine, url, target, done, method=method, headers=headers, body=body, via=via
+            engine, url, target, done, method=method, headers=headers, body=body, via=via, dsn=proxy
         )
         try:
             response = await answer
@@ -198,6 +201,7 @@ class CurlFetcher:
         headers: Mapping[str, str] | None = None,
         body: bytes | None = None,
         via: _ProxyHop | None = None,
+        dsn: str | None = None,
     ) -> Exchange:
         """Start an exchange. `done` is called with its result."""
         set_up = (self._opened or self._open())[0]
@@ -210,7 +214,7 @@ class CurlFetcher:
                 if not target.addresses or target.addresses[0] == target.host
                 else self._pins(target)
             )
-            ex.url, ex.pins, ex.proxied, ex.done = url, pins, via is not None, done
+            ex.url, ex.pins, ex.proxy, ex.done = url, pins, dsn, done
             ex.set_target(url, target if via is None else via.target, pins[0])
             engine.start(ex, self._on_end)
         except pycurl.error as e:
@@ -223,13 +227,15 @@ class CurlFetcher:
 
     def _on_end(self, ex: Exchange, error: tuple[int, str] | None) -> None:
         answer: Response | BaseException
+        if self._traffic is not None:
+            self._traffic.count(ex.proxy, ex.wire_bytes())
         try:
             if ex.cancelled:
                 answer = asyncio.CancelledError()
             elif error is None and ex.failure is None:
                 answer = _response(ex, ex.url)
             else:
-                answer = failure = _failure(ex, error, ex.proxied)
+                answer = failure = _failure(ex, error, ex.proxy is not None)
                 if (
                     len(ex.pins) > 1
                     and not ex.ready_at

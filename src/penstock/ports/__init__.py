@@ -15,6 +15,7 @@ from penstock.ports.broker import (
     Subscription,
     TopicSpec,
 )
+from penstock.ports.budgets import BudgetTable, StoppedTrap, Traffic
 from penstock.ports.claims import ClaimChange, ClaimTable, ExternalClaims, Holder
 from penstock.ports.clock import Clock
 from penstock.ports.events import OPEN, Accepted, Admitted, Baseline, End, PageMeta, Status
@@ -74,6 +75,7 @@ __all__ = [
     "Batch",
     "Breakers",
     "Broker",
+    "BudgetTable",
     "CachedRobots",
     "Cancellable",
     "Capabilities",
@@ -148,6 +150,7 @@ __all__ = [
     "Start",
     "Stats",
     "Status",
+    "StoppedTrap",
     "StoreFacts",
     "StoreOwner",
     "StoredEvent",
@@ -155,6 +158,7 @@ __all__ = [
     "TableSink",
     "TopicSpec",
     "Topics",
+    "Traffic",
     "Transaction",
     "UnitOfWork",
     "WaitingLinks",

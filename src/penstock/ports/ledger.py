@@ -186,6 +186,9 @@ class EventLookup(Protocol):
     def newest_duplicate(self, owner: str) -> StoredEvent | None:
         """Return the newest duplicate of `owner`, or None if it has none."""
 
+    def in_trace(self, trace: str, url_key: bytes) -> bool:
+        """Return True if the trace has this URL."""
+
     def add_to_trace(self, trace: str, url_key: bytes, now: float) -> bool:
         """Add a URL to a trace. Return False if the trace has it."""
 

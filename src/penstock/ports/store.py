@@ -11,6 +11,7 @@ import msgspec
 
 from penstock.ports.absences import AbsenceTable
 from penstock.ports.breakers import Breakers
+from penstock.ports.budgets import BudgetTable
 from penstock.ports.claims import ClaimTable
 from penstock.ports.hosts import HostTable
 from penstock.ports.ledger import Counters, DeadLetters, EventLookup, EventMaintenance, Events
@@ -44,6 +45,7 @@ class Transaction:
     maintenance: EventMaintenance
     counters: Counters
     breakers: Breakers
+    budgets: BudgetTable
     dead_letters: DeadLetters
     absences: AbsenceTable
     sources: Sources

@@ -97,6 +97,7 @@ SENTENCES: dict[Reason, str] = {
     Reason.BREAKER: "breaker: {} of {} events ended dead within {:g} s",
     Reason.BREAKER_HOSTS: "breaker: {} of {} active hosts are paused after {} failures",
     Reason.HOST_PAUSED: "host {} is paused until an operator resumes it",
+    Reason.BUDGET: "the budget {} is used up",
     Reason.EXTRACTOR_PAUSED: "extractor {} is paused until an operator resumes it",
     Reason.HOOK: "the hook raised {}",
 }

@@ -12,13 +12,14 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 from itertools import islice
 from typing import Literal, TypeAlias
-from urllib.parse import urlsplit
 
 import msgspec
 
 from penstock.rules.masking import mask
 
 Kind: TypeAlias = Literal["path", "session", "date"]
+MAX_SEGMENTS = 64  # segments of a path. A longer path is a trap.
+MAX_PARAMETERS = 64  # parameters of a query in which dates and session ids are searched
 MAX_REPEATS = 3  # repetitions of path segments in one URL
 MAX_SESSIONS = 5  # session ids with which a trace requests the same page
 MAX_TOKENS = 100  # session ids of one page
@@ -66,8 +67,12 @@ class _Parts(msgspec.Struct):
 
 
 def _parts(url: str) -> _Parts:
-    parts = urlsplit(url)
-    return _Parts(f"{parts.scheme}://{parts.netloc}", parts.path.split("/"), parts.query)
+    """Split a canonical URL. A long query is left out."""
+    head, _, query = url.partition("?")
+    start = head.find("/", 8)
+    path = head[start:] if start > 0 else "/"
+    query = query if query.count("&") < MAX_PARAMETERS else ""
+    return _Parts(head[:start] if start > 0 else head, path.split("/", MAX_SEGMENTS + 1), query)
 
 
 def session_tokens(page: str, links: Iterable[str]) -> frozenset[str]:
@@ -118,11 +123,13 @@ def shown(template: str) -> str:
 def _growing(segments: list[str]) -> str | None:
     """Return the path up to the first repetition, if segments repeat too often.
 
-    One segment may occur four times. All segments that are not numbers may repeat three times
-    together.
+    One segment may occur three times. All segments that are not numbers may repeat three times
+    together. A path with more than 64 segments is too long.
     """
     if len(segments) <= MAX_REPEATS + 1:
         return None
+    if len(segments) > MAX_SEGMENTS + 1:
+        return "/".join(segments[:3])
     seen: Counter[str] = Counter()
     repeats, first = 0, 0
     for i, segment in enumerate(segments[1:] if segments[-1] else segments[1:-1], 1):
@@ -162,11 +169,13 @@ def _session(parts: _Parts, tokens: Collection[str]) -> str | None:
 
 def _marked(parts: _Parts) -> str | None:
     """Return the template of a URL with a session id that has a name, or the form of ASP.NET."""
+    if not (query := parts.query) and not any("(" in s or ";" in s for s in parts.segments):
+        return None
     segments = [
         "{session}" if s[:1] == "(" and _asp(s) else _parameter.sub(r"\1{session}", s)
         for s in parts.segments
     ]
-    pairs = [pair.partition("=") for pair in parts.query.split("&")] if parts.query else []
+    pairs = [pair.partition("=") for pair in query.split("&")] if query else []
     query = "&".join(
         name + "={session}" if name.lower() in _SESSION_NAMES else name + equals + value
         for name, equals, value in pairs

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from penstock.rules import budgets
+
 HOST = "host:"
 EXTRACTOR = "extractor:"
 TOPIC = "topic:"
@@ -26,7 +28,6 @@ _STEPS: dict[str, tuple[str, str]] = {
         "render=true asks for a browser, and this release has no renderer",
         "push these URLs again without render. The waiting events end dead after retry.max_age",
     ),
-    "budget": ("the budget {} is used up", "raise the budget, or wait until it is renewed"),
 }
 
 
@@ -46,12 +47,16 @@ def waiting(
 ) -> Waiting:
     """Return the words and the next step of a cause."""
     kind, _, name = cause.partition(":")
-    what, step = _STEPS.get(kind, (cause, "penstock events ls --status delayed"))
+    if cause.startswith(budgets.BUDGET):
+        what, step = budgets.describe(name)
+    else:
+        what, step = _STEPS.get(kind, (cause, "penstock events ls --status delayed"))
+        what, step = what.format(name), step.format(name)
     return Waiting(
         cause=cause,
         events=events,
-        what=what.format(name),
+        what=what,
         reason=reason,
         since=since,
-        next_step=step.format(name),
+        next_step=step,
     )

@@ -13,6 +13,7 @@ from penstock.claims.sql import SqlClaims, SqlClaimTable, SqlHosts
 from penstock.claims.sql_proxies import SqlProxies
 from penstock.engine.admission import Admission
 from penstock.engine.breakers import Breakers
+from penstock.engine.budgets import Budgets, Traffic
 from penstock.engine.claim_session import Claims, PrefetchedClaims, SharedClaims
 from penstock.engine.gone import Removals
 from penstock.engine.lifecycle import Lifecycle
@@ -28,6 +29,7 @@ from penstock.engine.settings import LifecycleSettings
 from penstock.ledgers.sql import outgoing
 from penstock.ledgers.sql.absences import SqlAbsences
 from penstock.ledgers.sql.breakers import SqlBreakers
+from penstock.ledgers.sql.budgets import SqlBudgets
 from penstock.ledgers.sql.counters import SqlCounters
 from penstock.ledgers.sql.dead_letters import SqlDeadLetters
 from penstock.ledgers.sql.events import SqlEvents
@@ -147,6 +149,8 @@ class Assembly:
         if not isinstance(claims, SqlClaims):
             self.external_claims = claims
             self._claim_session = PrefetchedClaims(claims, self.uow)
+        self.traffic = Traffic(settings.budgets, clock)
+        self.meter = self.traffic if settings.budgets.has_bytes else None  # for HTTP clients
         self.former_owners: frozenset[str] = frozenset()
         self.with_settings(settings)
 
@@ -179,6 +183,7 @@ class Assembly:
             maintenance=SqlEventMaintenance(sql, ledger),
             counters=SqlCounters(sql, ledger),
             breakers=SqlBreakers(sql),
+            budgets=SqlBudgets(sql),
             dead_letters=SqlDeadLetters(sql),
             absences=SqlAbsences(sql, ledger),
             sources=SqlSources(sql),
@@ -229,11 +234,13 @@ class Assembly:
             worker=self.worker,
             clock=self.clock,
             durability=durability,
+            traffic=self.traffic,
         )
         self.maintenance = Maintenance(self.uow, self.topics, settings, clock=self.clock)
         self.routes = Routes(
             self.uow, self.topics, settings.pools, worker=self.worker, clock=self.clock
         )
+        self.budgets = Budgets(self.uow, self.topics, settings, self.traffic, clock=self.clock)
         self.dead_letters = DeadLetterOffice(self.uow, self.topics, clock=self.clock)
 
     @property

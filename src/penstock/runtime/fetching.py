@@ -12,7 +12,7 @@ from penstock.fetching.stage import FetchOptions, FetchStage
 from penstock.net.guard import Guard, parse_allow
 from penstock.net.http import CurlFetcher
 from penstock.net.transfer import HttpOptions
-from penstock.ports import Fetcher
+from penstock.ports import Fetcher, Traffic
 from penstock.rules.robots import product_token
 from penstock.runtime.assembly import HostAccess
 from penstock.runtime.stores import Politeness
@@ -21,10 +21,13 @@ from penstock.runtime.stores import Politeness
 SOURCE_BODY = 50 * 2**20
 
 
-def open_fetcher(config: Config, *, max_body: int = 0) -> CurlFetcher:
+def open_fetcher(
+    config: Config, traffic: Traffic | None = None, *, max_body: int = 0
+) -> CurlFetcher:
     """Return the HTTP client with the configured limits and exceptions.
 
     `max_body` raises the limit on a response body if it is larger than the configured one.
+    `traffic` counts its bytes.
     """
     n = config.net
     max_body = max(n.max_body, max_body)
@@ -39,7 +42,7 @@ def open_fetcher(config: Config, *, max_body: int = 0) -> CurlFetcher:
         max_held_bytes=config.fetch.bytes,
         remote_dns=n.remote_dns,
     )
-    return CurlFetcher(guard, options)
+    return CurlFetcher(guard, options, traffic)
 
 
 def exceptions(config: Config) -> dict[str, str]:

@@ -18,6 +18,7 @@ from penstock.claims.sql import SqlClaims
 from penstock.clock import SystemClock
 from penstock.config.schema import Config
 from penstock.errors import PenstockError, Unreachable
+from penstock.extraction.sandbox import Sandbox
 from penstock.model import Failure
 from penstock.net.dial import probe_proxy
 from penstock.operate.doctor import compare_clocks
@@ -32,6 +33,11 @@ from penstock.stores.context import Context
 
 PROXY_SECONDS = 5.0
 SERVER = "check that the server runs, and host, port and credentials in its URL"
+
+
+def open_sandbox(file: Path) -> Sandbox:
+    """Return a sandbox without configured limits, to check that it starts."""
+    return Sandbox(file)
 
 
 def pipeline_openings(config: Config, pipeline: Pipeline) -> Iterator[Opening]:

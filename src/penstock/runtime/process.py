@@ -40,6 +40,7 @@ from penstock.operate.hosts import apply_configured_exceptions
 from penstock.operate.ownership import Membership
 from penstock.operate.waiting import all_ended, approvals_in, lines_about, stuck_in
 from penstock.ports import Clock, Durability, Extraction, TableSink, Transaction
+from penstock.rules.budgets import Run
 from penstock.rules.masking import mask
 from penstock.rules.waiting import Waiting
 from penstock.runtime import sink_watch
@@ -84,8 +85,12 @@ class WorkerProcess:
         *,
         roles: frozenset[str],
         clock: Clock | None = None,
+        run: Run | None = None,
     ) -> None:
-        """Check the pipeline, roles, sources and sinks before any store is opened."""
+        """Check the pipeline, roles, sources and sinks before any store is opened.
+
+        `run` is the command that started this process. By default it is this process.
+        """
         self.config, self.file, self.roles = config, pipeline_file, roles
         self.pipeline = load_to_run(pipeline_file)
         self.sinks = open_sinks(self.pipeline, Path.cwd(), config.state.dir)
@@ -93,6 +98,7 @@ class WorkerProcess:
         self.id = worker_id()
         self.clock: Clock = clock or SystemClock()
         self.rng = random.Random()
+        self._run = run or Run(self.id, self.clock.now())
         context = SourceContext(config, self.clock, self.rng, self.web, Path.cwd())
         self.sources = (
             open_sources(self.pipeline, context) if "source" in roles or "serve" in roles else []
@@ -144,11 +150,13 @@ class WorkerProcess:
             extraction, suspects = await self._open_extraction(closing)
             fetcher = await self._open_fetcher(closing)
             self.stores.with_settings(
-                settings(self.config, self.pipeline, sinks=self._bind_sinks())
+                settings(self.config, self.pipeline, sinks=self._bind_sinks(), run=self._run)
             )
+            closing.push_async_callback(self.stores.budgets.finish)
+            await self.stores.budgets.refresh()
             dead_before = await self._dead()
             if "source" in self.roles and not all(source.served for source, _ in self.sources):
-                for_sources = open_fetcher(self.config, max_body=SOURCE_BODY)
+                for_sources = open_fetcher(self.config, self.stores.meter, max_body=SOURCE_BODY)
                 closing.push_async_callback(for_sources.close)
                 self._open_readers(for_sources)
                 await self.stores.claims.refresh()
@@ -279,7 +287,7 @@ class WorkerProcess:
                     self.stuck = await self.stores.uow.read(
                         partial(stuck_in, can_feed=self.stores.lifecycle.feeder.can_feed)
                     )
-                    if self.stuck:
+                    if self.stuck and not await self.stores.budgets.refresh():
                         return
             await self.clock.sleep(0.1)
 
@@ -299,15 +307,15 @@ class WorkerProcess:
         """Open the HTTP client and the proxies, and record the configured exceptions."""
         if "fetch" not in self.roles:
             return None
-        fetcher = open_fetcher(self.config)
+        fetcher = open_fetcher(self.config, self.stores.meter)
         closing.push_async_callback(fetcher.close)
         await self.stores.claims.refresh()
         await self.stores.uow.write(
             lambda tx: apply_configured_exceptions(tx.hosts, exceptions(self.config), operator()),
             durability=Durability.RELAXED,
         )
-        health, rng = self.stores.proxies, self.stores.context.rng
-        self.proxies = Proxies(self.config.proxies, health, fetcher, self.clock, rng)
+        c, s, health = self.config, self.stores, self.stores.proxies
+        self.proxies = Proxies(c.proxies, health, fetcher, s.clock, s.context.rng, s.meter)
         closing.push_async_callback(self.proxies.close)
         await health.refresh()
         closing.push_async_callback(self.stores.routes.withdraw)
@@ -491,8 +499,3 @@ class WorkerProcess:
             if self._periodic.backlog > self.config.sink.max_backlog
             else None
         )
-
-
-def open_sandbox(file: Path) -> Sandbox:
-    """Return a sandbox without configured limits, to check that it starts."""
-    return Sandbox(file)

@@ -36,7 +36,7 @@ from penstock.ports import (
     StoreFacts,
     TopicSpec,
 )
-from penstock.rules import breaker, gone
+from penstock.rules import breaker, budgets, gone
 from penstock.runtime.assembly import Assembly, ClaimServer, proxies_of
 from penstock.stores import sqlite_checks
 from penstock.stores.context import Context
@@ -328,9 +328,14 @@ def _key_fields(pipeline: Pipeline) -> ExtractorKeys:
 
 
 def settings(
-    config: Config, pipeline: Pipeline | None = None, *, sinks: Sequence[SinkBinding] = ()
+    config: Config,
+    pipeline: Pipeline | None = None,
+    *,
+    sinks: Sequence[SinkBinding] = (),
+    run: budgets.Run | None = None,
 ) -> LifecycleSettings:
-    b, g = config.breaker, config.gone
+    b, g, n = config.breaker, config.gone, config.limits
+    pool_bytes = {p: c.bytes_per_day or n.pool_bytes_per_day for p, c in config.proxies.items()}
     return LifecycleSettings(
         max_pending=config.intake.max_pending,
         window=config.dedup.window,
@@ -350,5 +355,16 @@ def settings(
             dead_share=b.dead_share, at_least=b.min, window=b.window, alert_share=b.alert
         ),
         gone=gone.Limits(after=g.after, share=g.limit, settle=g.settle),
+        budgets=budgets.Limits(
+            pages_per_host=n.pages_per_host,
+            pages_per_trace=n.pages_per_trace,
+            pages_per_run=n.pages_per_run,
+            pages_per_day=n.pages_per_day,
+            bytes_per_day=n.bytes_per_day,
+            links_per_page=n.links_per_page,
+            traps=n.traps,
+            pool_bytes={pool: limit for pool, limit in pool_bytes.items() if limit},
+        ),
+        run=run or budgets.Run(),
         keys={} if pipeline is None else _key_fields(pipeline),
     )

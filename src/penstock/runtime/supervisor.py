@@ -16,13 +16,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from penstock.clock import SystemClock
 from penstock.config.schema import Config
 from penstock.errors import OK, RAN_WITH_FAILURES, UNREACHABLE, PenstockError
 from penstock.extraction.zygote_main import die_with, keep_freed_memory
+from penstock.rules.budgets import Run
 from penstock.runtime.early_signals import sigterm_received
 from penstock.runtime.migrating import upgrade_files
 from penstock.runtime.process import WorkerProcess
 from penstock.runtime.sink_watch import SinkGaveUp
+from penstock.runtime.stores import worker_id
 
 log = logging.getLogger("penstock")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -40,14 +43,15 @@ def run_command(
     until_idle: bool = False,
 ) -> int:
     """Run workers until a signal, or until idle. Return the exit code."""
+    run = Run(worker_id(), SystemClock().now())
     # This checks the pipeline, so that an error is reported once and not by each worker.
-    running = WorkerProcess(config, pipeline_file, roles=roles)
+    running = WorkerProcess(config, pipeline_file, roles=roles, run=run)
     upgrade_files(config)
     if workers == 1:
         return run_worker(running, until_idle=until_idle)
     return _supervise(
         lambda: run_worker(
-            WorkerProcess(config, pipeline_file, roles=roles),
+            WorkerProcess(config, pipeline_file, roles=roles, run=run),
             until_idle=until_idle,
             supervised=True,
         ),

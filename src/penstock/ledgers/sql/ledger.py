@@ -49,6 +49,14 @@ CREATE TABLE ends(what TEXT NOT NULL, bucket INTEGER NOT NULL, class TEXT NOT NU
 -- Hosts and extractors that the breaker paused. `counted` is 0 after an operator resumed the topic.
 CREATE TABLE breaker(what TEXT PRIMARY KEY, class TEXT NOT NULL, reason TEXT NOT NULL,
   at REAL NOT NULL, counted INTEGER NOT NULL DEFAULT 1) WITHOUT ROWID;
+-- What was used of each budget: "pages:host:shop.example", "pages:day" with its day. The counters
+-- of URL templates are here too: "trap:date:TRACE" with a hash of the template.
+CREATE TABLE budget(what TEXT NOT NULL, period TEXT NOT NULL, used INTEGER NOT NULL,
+  at REAL NOT NULL, PRIMARY KEY(what, period)) WITHOUT ROWID;
+CREATE INDEX budget_at ON budget(at);
+-- Examples of crawler traps whose links were not accepted.
+CREATE TABLE trap(template TEXT PRIMARY KEY, kind TEXT NOT NULL, links INTEGER NOT NULL,
+  at REAL NOT NULL) WITHOUT ROWID;
 CREATE TABLE seen(trace TEXT NOT NULL, url_key BLOB NOT NULL, at REAL NOT NULL,
   PRIMARY KEY(trace, url_key)) WITHOUT ROWID;
 -- Links of ended pages that are not accepted yet. The engine encodes `body`.

@@ -149,6 +149,12 @@ class SqlEventLookup(LedgerTable):
         ).get
         return None if row is None else StoredEvent(*row)
 
+    def in_trace(self, trace: str, key: bytes) -> bool:
+        return (
+            self._tx.execute("SELECT 1 FROM seen WHERE trace=? AND url_key=?", (trace, key)).get
+            is not None
+        )
+
     def add_to_trace(self, trace: str, key: bytes, now: float) -> bool:
         self._tx.execute(
             "INSERT INTO seen VALUES(?,?,?) ON CONFLICT(trace, url_key) DO NOTHING",

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from penstock.ledgers.sql.absences import SqlAbsences
+from penstock.ledgers.sql.budgets import SqlBudgets
 from penstock.ledgers.sql.dead_letters import SqlDeadLetters
 from penstock.ledgers.sql.ledger import STORED, LedgerTable
 from penstock.model import Reason
@@ -174,7 +175,8 @@ class SqlEventMaintenance(LedgerTable):
         """Delete old successes and duplicates with their history. Return how many.
 
         Dead events stay. The counters still include deleted events. `keep(URL key, id)` returns
-        True if a success is still a baseline. Old URLs of traces are also deleted.
+        True if a success is still a baseline. Old URLs of traces, budgets
+        and traps are also deleted.
         """
         # Each call reads `limit` rows, and the next call continues after them. So old rows that
         # must stay do not block the rest of the table.
@@ -210,6 +212,7 @@ class SqlEventMaintenance(LedgerTable):
             " WHERE at<? LIMIT ?)",
             (before, limit),
         )
+        SqlBudgets(self._tx).prune(before)
         return len(rows)
 
     def pages_needed(self, pages: Iterable[str]) -> set[str]:
