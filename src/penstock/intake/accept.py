@@ -5,6 +5,7 @@ An event gets its canonical URL, id, host key, route and trace here.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,6 +21,7 @@ from penstock.rules.identity import BadUrl
 if TYPE_CHECKING:
     from penstock.intake.mapping import Mapping
 
+JUDGED_TOGETHER = 50  # findings. With 64 KiB of data each, they take about 3 ms.
 FULL_WAIT = 0.5  # seconds between two tries while the queue is full. No event is dropped.
 
 
@@ -188,6 +190,26 @@ def judge(mapping: Mapping, findings: Sequence[Finding]) -> Taken:
     return taken
 
 
+async def judge_beside_the_loop(mapping: Mapping, findings: Sequence[Finding]) -> Taken:
+    """Do the same as `judge`, but let the event loop continue.
+
+    An expression takes about 2 µs for each value of a payload, and a payload may have many. So
+    expressions run in a thread. A hook is user code that may not expect a thread. It runs on the
+    loop, with turns of the loop in between.
+    """
+    if mapping.has_expressions and not mapping.has_hook:
+        return await asyncio.to_thread(judge, mapping, findings)
+    taken = Taken()
+    for n in range(0, len(findings), JUDGED_TOGETHER):
+        if n:
+            await asyncio.sleep(0)
+        part = judge(mapping, findings[n : n + JUDGED_TOGETHER])
+        taken.events += part.events
+        taken.refused += part.refused
+        taken.skipped += part.skipped
+    return taken
+
+
 class Incomplete(Exception):
     """A batch that had to be accepted as a whole, and was not accepted.
 
@@ -224,7 +246,7 @@ class Intake:
         `in_transaction` runs in each transaction, with the answers of that try. If it raises an
         exception, the transaction is rolled back.
         """
-        taken = judge(self.mapping, batch.findings)
+        taken = await judge_beside_the_loop(self.mapping, batch.findings)
         if whole and taken.refused:
             refused = Taken(refused=taken.refused)
             await self.lifecycle.accept(

@@ -54,6 +54,14 @@ class Mapping:
             else Expression(spec.where, f"source {spec.name}: where", "after.active")
         )
 
+    @property
+    def has_expressions(self) -> bool:
+        return bool(self._map) or self._where is not None
+
+    @property
+    def has_hook(self) -> bool:
+        return self._spec.hook is not None
+
     def event(self, finding: Finding) -> Event | None:
         """Return the event of a finding, or None if `where` or the hook skips the finding.
 
