@@ -629,7 +629,7 @@ async def test_a_delayed_chain_keeps_cookies_and_loops_but_checks_robots_again()
     async with rig(limits=rules.Limits(rate=1 / 60, jitter=0.0)) as r:
         r.web.route("/robots.txt", "User-agent: *\nDisallow: /b")
         r.web.route("/b", PAGE)
-        moved = msgspec.msgpack.decode(progress) | {"url": r.web.url("/b")}
+        moved = msgspec.msgpack.decode(progress) | {"url": r.web.url("/b"), "has_cookies": False}
         r.time.at += 60.0
         forbidden = await r.fails("/a", progress=msgspec.msgpack.encode(moved))
         assert forbidden.reason == "robots.txt disallows it"
@@ -643,22 +643,70 @@ async def test_an_expired_or_unreadable_progress_starts_from_the_first_url() -> 
         chain = redirects.RedirectChain(
             r.web.url("/b"), r.key, "GET", None, {}, False, None, [], set()
         )
-        for progress in (b"\xc1", b"\x80", redirects.save(chain, None, r.time.now() - 601.0)):
+
+        def saved(due: float) -> bytes:
+            return redirects.save(chain, None, due, r.event("/a"), redirects.KeptCookies())
+
+        for progress in (b"\xc1", b"\x80", saved(r.time.now() - 601.0)):
             assert (await r.fetch("/a", progress=progress)).url == r.web.url("/a")
-        saved = redirects.save(chain, None, r.time.now())
-        assert (await r.fetch("/a", progress=saved)).url == r.web.url("/b")
+        assert (await r.fetch("/a", progress=saved(r.time.now()))).url == r.web.url("/b")
+        # An older release stored cookies in the ledger.
+        jar = Jar()
+        jar.store(chain.url, {"set-cookie": "session=1"}, 1.0)
+        old = msgspec.msgpack.decode(saved(r.time.now())) | {"cookies": jar.cookies}
+        answer = await r.fetch("/a", progress=msgspec.msgpack.encode(old))
+        assert answer.url == r.web.url("/a")
 
 
-def test_the_progress_has_no_cookies_of_an_account_and_a_limited_size() -> None:
-    jar = Jar()
-    jar.store("https://shop.test/", {"set-cookie": "session=secret"}, 1.0)
-    chain = redirects.RedirectChain(
-        "https://shop.test/b", "shop.test", "GET", None, {}, False, jar, [], set()
-    )
-    assert b"secret" not in redirects.save(chain, jar, 1.0)
-    assert b"secret" in redirects.save(chain, None, 1.0)
+async def test_another_worker_starts_a_delayed_chain_with_cookies_again() -> None:
+    async with rig(limits=rules.Limits(rate=1 / 60, jitter=0.0), robots="ignore") as r:
+        r.web.route("/a", Reply(302, {"location": "/b", "set-cookie": "seen=PLANTED; Path=/"}))
+        r.web.route("/b", PAGE)
+        await r.hosts.reserve({r.key: 1})
+        progress = (await r.fails("/a")).progress
+        assert b"/b" in progress
+        assert b"PLANTED" not in progress, "the ledger gets no cookies"
+        r.stage._kept_cookies = redirects.KeptCookies()  # as in another worker
+        r.time.at += 60.0
+        await r.hosts.reserve({r.key: 1})
+        progress = (await r.fails("/a", progress=progress)).progress
+        assert r.web.counts == {"/a": 2}
+        r.time.at += 60.0
+        await r.hosts.reserve({r.key: 1})
+        assert (await r.fetch("/a", progress=progress)).url == r.web.url("/b")
+        assert r.web.counts == {"/a": 2, "/b": 1}
+
+
+def test_the_progress_has_no_cookies_and_a_limited_size() -> None:
+    def jar_with(*lines: str) -> Jar:
+        jar = Jar()
+        for line in lines:
+            jar.store("https://shop.test/", {"set-cookie": line}, 1.0)
+        return jar
+
+    def chain_with(jar: Jar) -> redirects.RedirectChain:
+        return redirects.RedirectChain(
+            "https://shop.test/b", "shop.test", "GET", None, {}, False, jar, [], set()
+        )
+
+    event, kept = Event(id="e", url="https://shop.test/a", key="shop.test"), redirects.KeptCookies()
+    small = jar_with("session=secret")
+    assert b"secret" not in redirects.save(chain_with(small), small, 1.0, event, kept)
+    assert kept.find("e", 1.0) is None, "an account keeps its own cookies"
+    chain = chain_with(small)
+    raw = redirects.save(chain, None, 1.0, event, kept)
+    assert raw
+    assert b"secret" not in raw
+    assert kept.find("e", 1.0) is small
+    assert kept.find("e", 602.0) is None
     chain.headers = {"x": "y" * redirects.MAX_PROGRESS}
-    assert redirects.save(chain, None, 1.0) == b""
+    assert redirects.save(chain, None, 1.0, event, kept) == b""
+    large = jar_with(*(f"c{n}={'x' * 4000}" for n in range(20)))
+    assert redirects.save(chain_with(large), None, 1.0, event, kept) == b""
+    for n in range(redirects.MAX_KEPT + 1):
+        assert kept.keep(str(n), small, 10.0)
+    assert kept.find("0", 1.0) is None
+    assert kept.find("1", 1.0) is small
 
 
 async def test_an_unconditional_second_request_for_a_page_waits_for_its_own_slot() -> None:

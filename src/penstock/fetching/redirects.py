@@ -16,6 +16,8 @@ from penstock.rules.identity import host_key
 MAX_PROGRESS = 64 << 10
 # Seconds after the next attempt is due. After that, it starts from the event's URL.
 RETENTION = 600.0
+# Delayed chains whose cookies one worker keeps. Each has at most MAX_PROGRESS bytes of cookies.
+MAX_KEPT = 256
 
 
 class RedirectChain(msgspec.Struct):
@@ -33,7 +35,10 @@ class RedirectChain(msgspec.Struct):
 
 
 class _Progress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A delayed chain as the ledger stores it. It has no cookies of an account."""
+    """A delayed chain as the ledger stores it. It has no cookies.
+
+    An older release stored them in `cookies`. Such progress is not continued.
+    """
 
     url: str  # of the next request
     method: str
@@ -43,6 +48,7 @@ class _Progress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     hops: list[Hop] = []
     seen: list[str] = []
     cookies: list[Cookie] = []
+    has_cookies: bool = False  # the worker that made this progress keeps them
     until: float  # when it expires
 
 
@@ -55,9 +61,42 @@ def mark(method: str, url: str, cookies: str) -> str:
     return mint(method, url, cookies)
 
 
-def save(chain: RedirectChain, account_jar: Jar | None, due: float) -> bytes:
+class KeptCookies:
+    """Cookies of delayed chains, by event id, in the memory of one worker.
+
+    They are secrets of a session, so they are not written to the ledger. If another worker
+    continues the chain, it starts from the event's URL.
+    """
+
+    def __init__(self) -> None:
+        self._jars: dict[str, tuple[float, Jar]] = {}
+
+    def keep(self, event_id: str, jar: Jar, until: float) -> bool:
+        """Return False if the cookies are too large."""
+        if sum(len(c.name) + len(c.value) + len(c.path) for c in jar.cookies) > MAX_PROGRESS:
+            return False
+        self._jars.pop(event_id, None)
+        self._jars[event_id] = until, jar
+        while len(self._jars) > MAX_KEPT:
+            del self._jars[next(iter(self._jars))]
+        return True
+
+    def find(self, event_id: str, now: float) -> Jar | None:
+        until, jar = self._jars.get(event_id, (0.0, None))
+        if until < now:
+            self._jars.pop(event_id, None)
+            return None
+        return jar
+
+
+def save(
+    chain: RedirectChain, account_jar: Jar | None, due: float, event: Event, kept: KeptCookies
+) -> bytes:
     """Return the progress of a chain that is delayed until `due`, or b"" if it is too large."""
-    own = chain.jar is not None and chain.jar is not account_jar
+    own = chain.jar if chain.jar is not account_jar and chain.jar else None
+    until = due + RETENTION
+    if own is not None and not kept.keep(event.id, own, until):
+        return b""
     raw = _encode(
         _Progress(
             url=chain.url,
@@ -67,8 +106,8 @@ def save(chain: RedirectChain, account_jar: Jar | None, due: float) -> bytes:
             conditional=chain.conditional,
             hops=chain.hops,
             seen=sorted(chain.seen),
-            cookies=chain.jar.cookies if own and chain.jar is not None else [],
-            until=due + RETENTION,
+            has_cookies=own is not None,
+            until=until,
         )
     )
     return raw if len(raw) <= MAX_PROGRESS else b""
@@ -78,18 +117,23 @@ def resume(
     progress: bytes,
     event: Event,
     account_jar: Jar | None,
+    kept: KeptCookies,
     *,
     key_by: Literal["host", "domain"],
     now: float,
 ) -> RedirectChain | None:
-    """Return the saved chain of this event, or None if it does not exist or has expired."""
+    """Return the saved chain of this event, or None if it does not exist or has expired.
+
+    Return None also if another worker keeps its cookies.
+    """
     if not progress:
         return None
     try:
         saved = _decode(progress)
     except (msgspec.MsgspecError, UnicodeError):  # written by another release
         return None
-    if saved.until < now:
+    own = kept.find(event.id, now) if saved.has_cookies else None
+    if saved.until < now or saved.cookies or (saved.has_cookies and own is None):
         return None
     return RedirectChain(
         saved.url,
@@ -98,7 +142,7 @@ def resume(
         event.ask.body if saved.has_body else None,
         saved.headers,
         saved.conditional,
-        account_jar if account_jar is not None or not saved.cookies else Jar(saved.cookies),
+        account_jar if account_jar is not None else own,
         saved.hops,
         set(saved.seen),
     )

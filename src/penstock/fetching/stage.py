@@ -119,6 +119,7 @@ class FetchStage:
         self._pace, self._clock, self._proxies = pace, clock, proxies
         self._direct = fetcher if isinstance(fetcher, DirectFetcher) else None
         self._options = options or FetchOptions()
+        self._kept_cookies = redirects.KeptCookies()
         self._sender = Sender(fetcher, pace, clock)
         self._robots = RobotsTxt(self._sender, robots_cache, pace, clock, self._options)
 
@@ -242,7 +243,9 @@ class FetchStage:
         account, o = event.route.account, self._options
         account_jar = self._proxies.jar(account) if account and self._proxies is not None else None
         started = self._clock.now()
-        chain = redirects.resume(progress, event, account_jar, key_by=o.key_by, now=started)
+        chain = redirects.resume(
+            progress, event, account_jar, self._kept_cookies, key_by=o.key_by, now=started
+        )
         if chain is None:
             # Without an account, only cookies that are set during the redirects are sent.
             chain = RedirectChain(
@@ -290,7 +293,7 @@ class FetchStage:
                 # The next attempt, maybe of another worker, does not repeat these requests.
                 if (chain.hops or again) and e.kind is ErrorClass.THROTTLED:
                     due = self._clock.now() + (e.after or 0.0)
-                    e.progress = redirects.save(chain, account_jar, due)
+                    e.progress = redirects.save(chain, account_jar, due, event, self._kept_cookies)
                 raise
             location = response.headers.get("location") if response.status in REDIRECTS else None
             if "set-cookie" in response.headers and (
