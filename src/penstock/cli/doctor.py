@@ -6,6 +6,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from penstock.cli.hidden import hidden, learn_file
 from penstock.cli.options import DEFAULTS, Common, Json
 from penstock.cli.output import (
     FOLD,
@@ -48,6 +49,8 @@ def doctor(
 
     loaded = common.load()
     config = loaded.config
+    if chosen := file or config.pipeline:
+        learn_file(chosen)
     found = [
         *checks.machine(config, store_facts, repair=repair),
         *open_all(list(server_openings(config))),
@@ -63,12 +66,13 @@ def doctor(
                 stores.workers_directory,
                 lease=config.lease,
             )
-            found += check_owner(stores.uow, stores.db, file or config.pipeline)
+            found += check_owner(stores.uow, stores.db, chosen)
     except StoreRefused as e:
         found.append(Finding("store", "fail", e.message, e.hint, "store.version"))
     except PenstockError as e:
         unreachable = True
         found.append(Finding("store", "fail", e.message, e.hint, "store.unreachable"))
+    found = [f._replace(found=hidden(f.found), fix=hidden(f.fix)) for f in found]
     failed = sum(f.result == "fail" for f in found)
     code = UNREACHABLE if unreachable else DIFFERENCES if failed else OK
     if json:

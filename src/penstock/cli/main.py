@@ -151,9 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
     except Exception as e:
         if debug:
-            import traceback
-
-            traceback.print_exc()
+            _print_traceback()
         return _explain(e, debug)
 
 
@@ -265,7 +263,8 @@ def _styled() -> bool:
 
 
 def complain(message: str, hint: str = "") -> None:
-    """Print `Error: …` and `Try: …` on stderr. Control characters are escaped."""
+    """Print `Error: …` and `Try: …` on stderr, without control characters and passwords."""
+    from penstock.cli.hidden import hidden
     from penstock.cli.output import plain
 
     bold, red, end = (
@@ -273,9 +272,23 @@ def complain(message: str, hint: str = "") -> None:
         if sys.stderr.isatty() and not os.environ.get("NO_COLOR")
         else ("", "", "")
     )
-    text = f"{red}Error:{end} {plain(message)}\n" + (
-        f"{bold}Try:{end}   {plain(hint)}\n" if hint else ""
+    _write_error(
+        f"{red}Error:{end} {plain(hidden(message))}\n"
+        + (f"{bold}Try:{end}   {plain(hidden(hint))}\n" if hint else "")
     )
+
+
+def _print_traceback() -> None:
+    """Print the traceback of the current exception, without control characters and passwords."""
+    import traceback
+
+    from penstock.cli.hidden import hidden
+    from penstock.cli.output import plain
+
+    _write_error(plain(hidden(traceback.format_exc())))
+
+
+def _write_error(text: str) -> None:
     try:
         sys.stderr.write(
             text.encode(sys.stderr.encoding or "utf-8", "replace").decode(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from cyclopts import Group, Parameter
 
+from penstock.cli.hidden import hidden, learn, learn_environment, learn_file
 from penstock.cli.output import plain
 from penstock.errors import UsageError
 
@@ -35,10 +36,10 @@ _COMMON = Group("Common options", sort_key=90)
 
 
 class SafeFormatter(logging.Formatter):
-    """Log formatter that escapes control characters, so a page cannot control the terminal."""
+    """Log formatter that escapes control characters and hides passwords."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return plain(super().format(record))
+        return plain(hidden(super().format(record)))
 
 
 @Parameter(name="*")
@@ -86,9 +87,13 @@ class Common:
         from penstock.config import files as config
 
         self.start_logging()
+        given, environment = self.texts(), dict(os.environ)
+        learn(given.values())
+        learn_environment(environment)
+        learn_file(self.config or environment.get("PENSTOCK_CONFIG") or config.FILE_NAME)
         return config.load(
-            self.texts(),
-            {name: value for name, value in os.environ.items() if name not in CLI_VARIABLES},
+            given,
+            {name: value for name, value in environment.items() if name not in CLI_VARIABLES},
             Path.cwd(),
         )
 
@@ -171,6 +176,7 @@ def pipeline_file(config: Config, given: str | None, usage: str = "--pipeline FI
             hint=f'{usage}, or set pipeline = "shop.py" in penstock.toml '
             "(`penstock init` writes both)",
         )
+    learn_file(chosen)
     return chosen
 
 

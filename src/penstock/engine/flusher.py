@@ -26,6 +26,7 @@ from penstock.ports import (
     Transaction,
     UnitOfWork,
 )
+from penstock.rules.masking import mask_text
 
 T = TypeVar("T")
 log = logging.getLogger("penstock.flusher")
@@ -417,7 +418,7 @@ def _is_bug(error: Exception) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    return f"bug in the sink: {error!r}" if _is_bug(error) else str(error)
+    return mask_text(f"bug in the sink: {error!r}" if _is_bug(error) else str(error))
 
 
 async def _ended_within(future: asyncio.Future[T], seconds: float) -> bool:

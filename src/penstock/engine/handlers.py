@@ -36,6 +36,7 @@ from penstock.ports import (
 from penstock.rules import retry
 from penstock.rules.dependencies import are_unchanged, dependencies
 from penstock.rules.links import unpack_all
+from penstock.rules.masking import mask_headers
 from penstock.rules.reasons import sentence
 from penstock.rules.waiting import EXTRACTOR
 
@@ -239,12 +240,14 @@ class Handlers:
     def _on_page(self, item: InflightEvent, r: Response) -> None:
         """Extract the page, publish it on `pages`, or end the event as unchanged."""
         b, hash_ = item.admitted.baseline, page_id(r.body)
+        # Nobody may read cookies and tokens in the page store, the ledger and the broker.
+        headers = mask_headers(r.headers)
         item.response, item.body = r, r.body
         item.meta = PageMeta(
             page=hash_,
             url=r.url,
             status=r.status,
-            headers=r.headers,
+            headers=headers,
             fetched_at=self._clock.now(),
             size=len(r.body),
             # A URL that was gone has a baseline without extractors.

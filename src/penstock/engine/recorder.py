@@ -21,11 +21,15 @@ from penstock.model import ErrorClass, Failure, Reason
 from penstock.ports import Clock, End
 from penstock.rules import retry
 from penstock.rules.fingerprint import fingerprint
+from penstock.rules.masking import mask_text
 from penstock.rules.proxies import PoolExhausted
 from penstock.rules.reasons import sentence
 from penstock.rules.waiting import RECHECK
 
 log = logging.getLogger("penstock.worker")
+
+_MAX_TEXT = 16_384  # characters of a stored reason or detail
+_MAX_SEARCHED = 65_536  # characters of a text that are searched for passwords
 
 
 class Recorder:
@@ -224,8 +228,9 @@ def _rejected(end: End, e: Exception) -> End:
 
 
 def _clean(text: str) -> str:
-    """Replace invalid characters, and cut the text to 16,384 characters.
+    """Replace invalid characters, mask passwords in URLs, and cut the text to 16,384 characters.
 
     Exceptions of user code may contain any text, but a column accepts only valid UTF-8.
     """
-    return text.encode("utf-8", "replace").decode()[:16384]
+    # Mask before the cut, which could separate a password from the rest of its URL.
+    return mask_text(text.encode("utf-8", "replace").decode()[:_MAX_SEARCHED])[:_MAX_TEXT]

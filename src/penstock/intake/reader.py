@@ -26,6 +26,7 @@ from penstock.ports import (
     Transaction,
     UnitOfWork,
 )
+from penstock.rules.masking import mask_text
 
 log = logging.getLogger("penstock.sources")
 CHECK_INTERVAL = (
@@ -220,7 +221,7 @@ class Reader:
 
     async def _failed(self, error: Exception, failures: int) -> float:
         expected = isinstance(error, PenstockError | Failure)
-        reason = str(error) if expected else f"bug in the source: {error!r}"
+        reason = mask_text(str(error) if expected else f"bug in the source: {error!r}")
         hint = f" (try: {error.hint})" if isinstance(error, PenstockError) and error.hint else ""
         if not expected:
             log.error("source %s: %s", self.source.name, reason, exc_info=error)
