@@ -37,6 +37,7 @@ from penstock.cli.output import (
     FOLD,
     RIGHT,
     console,
+    json_bytes,
     plain,
     print_json,
     report,
@@ -53,6 +54,7 @@ from penstock.errors import BadEnvelope, UsageError
 from penstock.model import Event, Priority, decode_event
 from penstock.operate.figures import count, iso, lasting, moment, plural, short
 from penstock.ports.reports import Cause, EventRow, Filter, Letter, Step
+from penstock.rules.masking import mask_headers_to_show
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -60,7 +62,6 @@ if TYPE_CHECKING:
     from penstock.ports import Transaction
 
 app = App(name="dlq", help="dead letters: list, show, retry, drop, export")
-SECRET = ("authorization", "cookie", "token", "secret", "password", "api-key", "apikey")
 
 _GROUP_COLUMNS = (
     ("count", RIGHT),
@@ -301,7 +302,7 @@ def export(
         with nullcontext(sys.stdout.buffer) if output is None else open(output, "wb") as out:
             for batch in chosen:
                 for line in filter(None, (ask(stores, partial(_full, id_)) for id_ in batch)):
-                    out.write(msgspec.json.encode(line) + b"\n")
+                    out.write(json_bytes(line, line=True))
                     written += 1
     if output is not None:
         console(stderr=True).print(f"{plural(written, 'dead letter')} in {plain(output)}")
@@ -319,7 +320,9 @@ def _event(letter: Letter) -> Event | None:
 
 def _headers(letter: Letter) -> dict[str, str]:
     try:
-        return _masked(msgspec.json.decode(letter.headers or "{}", type=dict[str, str]))
+        return mask_headers_to_show(
+            msgspec.json.decode(letter.headers or "{}", type=dict[str, str])
+        )
     except msgspec.MsgspecError:
         return {}
 
@@ -359,14 +362,8 @@ def _group_cells(c: Cause, now: float) -> list[str | Text]:
     ]
 
 
-def _masked(headers: dict[str, str]) -> dict[str, str]:
-    return {
-        k: "***" if any(part in k.lower() for part in SECRET) else v for k, v in headers.items()
-    }
-
-
 def _shown(event: Event) -> dict[str, Any]:
-    ask_ = msgspec.structs.replace(event.ask, headers=_masked(event.ask.headers))
+    ask_ = msgspec.structs.replace(event.ask, headers=mask_headers_to_show(event.ask.headers))
     found: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(event, ask=ask_))
     return found
 

@@ -38,6 +38,7 @@ from penstock.errors import OK, RAN_WITH_FAILURES, UsageError
 from penstock.model import Ask, ErrorClass, Event, Failure
 from penstock.operate.figures import lasting, plural, size
 from penstock.rules.identity import BadUrl, canonical_url, host_key, origin
+from penstock.rules.masking import mask_headers_to_show
 from penstock.rules.robots import Robots, product_token
 
 if TYPE_CHECKING:
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from penstock.ports import Response
     from penstock.runtime.stores import Politeness
 
-_SECRET = re.compile(r"(?i)cookie|auth|token|secret|session|csrf|xsrf|api-?key|signature|password")
 _COLUMNS = (
     ("for", FIXED),
     ("status", RIGHT),
@@ -248,7 +248,7 @@ class _Report:
                 "total": self.end - self.start,
             },
             "http_version": last.http_version if last else None,
-            "headers": _masked(last.headers) if last else {},
+            "headers": mask_headers_to_show(last.headers) if last else {},
             "size": len(last.body) if last else None,
             "charset": _charset(last) if last else None,
             "output": saved,
@@ -305,24 +305,6 @@ class _Report:
             "status": status,
             "rule": rules.deciding(agent, url) if verdict != "unreadable" else "",
         }
-
-
-def _masked(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the headers with secret values hidden, also passwords and tokens in URLs."""
-    from penstock.rules.masking import mask
-
-    found = {}
-    for name, value in headers.items():
-        if name == "set-cookie":
-            value = "\n".join(
-                re.sub(r"^([^=;]*)=[^;]*", r"\1=***", line) for line in value.split("\n")
-            )
-        elif _SECRET.search(name) and name not in ("www-authenticate", "proxy-authenticate"):
-            value = "***"
-        elif name in ("location", "content-location", "refresh", "link"):
-            value = mask(value)
-        found[name] = value
-    return found
 
 
 def _charset(response: Response) -> str | None:

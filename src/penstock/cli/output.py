@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 # Control characters in pages, headers and exceptions must not move the cursor or colour the
 # terminal.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+# In JSON they can only occur in strings. msgspec escapes those below U+0020.
+_IN_JSON = re.compile(r"[\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 PIPED_WIDTH = 200
 STATUS_STYLE = {
     "pending": "cyan",
@@ -85,13 +87,32 @@ def status_text(status: str) -> Text:
     return styled(status, STATUS_STYLE.get(status, ""))
 
 
-def print_json(document: Any, *, line: bool = False) -> None:
-    """Print one JSON document on stdout. With `line` it is on one line, for JSON lines."""
+def json_bytes(document: Any, *, line: bool = False) -> bytes:
+    """Return a JSON document with a line feed. It has no control characters, only their escapes."""
     import msgspec
 
     raw = msgspec.json.encode(document)
+    text = (raw if line else msgspec.json.format(raw, indent=2)).decode()
+    return _IN_JSON.sub(lambda m: f"\\u{ord(m[0]):04x}", text).encode() + b"\n"
+
+
+def print_json(document: Any, *, line: bool = False) -> None:
+    """Print one JSON document on stdout. With `line` it is on one line, for JSON lines."""
+    raw = json_bytes(document, line=line)
     sys.stdout.flush()
-    sys.stdout.buffer.write((raw if line else msgspec.json.format(raw, indent=2)) + b"\n")
+    sys.stdout.buffer.write(raw)
+
+
+def print_bytes(data: bytes, *, raw: bool) -> None:
+    """Write outside bytes on stdout. A terminal gets its control characters escaped, unless `raw`.
+
+    A file or a pipe gets the bytes unchanged.
+    """
+    if sys.stdout.isatty() and not raw:
+        data = plain(data.decode("utf-8", "replace")).encode()
+    sys.stdout.flush()
+    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
 
 
 def report(document: Any, sentence: str, *, json: bool) -> None:
@@ -130,7 +151,7 @@ def table(
         name, options = (column, {}) if isinstance(column, str) else column
         made.add_column(name, **options)
     for row in rows:
-        made.add_row(*row)
+        made.add_row(*(plain(cell) if isinstance(cell, str) else cell for cell in row))
     return made
 
 

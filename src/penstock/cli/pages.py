@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -26,6 +25,7 @@ from penstock.cli.output import (
     RIGHT,
     console,
     plain,
+    print_bytes,
     print_json,
     report,
     say,
@@ -38,6 +38,7 @@ from penstock.cli.output import (
 from penstock.config import units
 from penstock.errors import PenstockError
 from penstock.operate.figures import iso, moment, plural, short, size
+from penstock.rules.masking import mask_headers_to_show
 
 if TYPE_CHECKING:
     from penstock.ports import Transaction
@@ -59,10 +60,16 @@ def show(
         str | None, Parameter(name=["--output", "-o"], help="a file (else stdout)")
     ] = None,
     headers: Annotated[bool, Parameter(help="show its metadata instead of its bytes")] = False,
+    raw: Annotated[
+        bool, Parameter(help="write its control characters to a terminal too (a pipe gets all)")
+    ] = False,
     json: Json = False,
     common: CommonWithOutput = WITH_OUTPUT,
 ) -> None:
-    """Write the bytes of a stored page, unchanged."""
+    """Write the bytes of a stored page, unchanged.
+
+    On a terminal, control characters are escaped, because a site could control the terminal.
+    """
     with common.stores() as stores:
         page, row = ask(stores, lambda tx: _find(stores, tx, what))
         body = ask(stores, lambda tx: tx.pages.read(page))
@@ -81,7 +88,8 @@ def show(
             "url": meta.url if meta else None,
             "requested_url": row.url if row else None,
             "status": meta.status if meta else None,
-            "headers": meta.headers if meta else {},
+            # An older release stored the headers unmasked.
+            "headers": mask_headers_to_show(meta.headers) if meta else {},
             "fetched_at": iso(meta.fetched_at) if meta else None,
             "event_id": row.id if row else None,
         }
@@ -97,9 +105,7 @@ def show(
         Path(output).write_bytes(body)
         console(stderr=True).print(f"{size(len(body))} in {plain(output)}")
     elif not (json or headers):
-        sys.stdout.flush()
-        sys.stdout.buffer.write(body)
-        sys.stdout.buffer.flush()
+        print_bytes(body, raw=raw)
 
 
 @app.command

@@ -28,6 +28,7 @@ from penstock.cli.output import (
 from penstock.config import units
 from penstock.errors import DIFFERENCES, OK, BadEnvelope, UsageError
 from penstock.operate.figures import count, iso, lasting, moment, plural, short
+from penstock.rules.masking import mask_headers_to_show
 from penstock.rules.waiting import TOPIC
 
 if TYPE_CHECKING:
@@ -381,7 +382,7 @@ def _message(m: Out) -> dict[str, Any]:
         "key": m.key,
         "url": _url(m),
         "priority": m.priority,
-        "headers": m.headers,
+        "headers": mask_headers_to_show(m.headers),
         "not_before": iso(m.not_before) if m.not_before else None,
         "size": len(m.body),
     }
