@@ -14,7 +14,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.private_files import FILE_MODE, make_directory
+from penstock.errors import Unreachable
+from penstock.private_files import make_directory, open_own
 
 if TYPE_CHECKING:
     from penstock.ports import Transaction
@@ -107,13 +108,14 @@ class FileLock:
     def try_acquire(self) -> bool:
         """Try to take the lock. Return False if another process holds it. Never waits.
 
-        Raises OSError if the file cannot be created or locked.
+        Raises OSError if the file cannot be created or locked. Raises Unreachable if it is a link
+        or belongs to another user.
         """
         if self.held:
             return True
         make_directory(self.path.parent)
         while True:
-            fd = os.open(self.path, os.O_RDWR | os.O_CREAT, FILE_MODE)
+            fd = open_own(self.path, os.O_RDWR | os.O_CREAT)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # The file was removed between open and lock. The next process would create and lock
@@ -171,10 +173,11 @@ def _is_at(fd: int, path: Path) -> bool:
 def holder_alive(path: Path | str) -> bool:
     """Return True if a process holds the lock.
 
-    Checks with a shared lock, so that two checks at the same time do not report each other.
+    Checks with a shared lock, so that two checks at the same time do not report each other. Raises
+    Unreachable if the file is a link or belongs to another user.
     """
     try:
-        fd = os.open(path, os.O_RDONLY)
+        fd = open_own(path, os.O_RDONLY)
     except FileNotFoundError:
         return False
     try:
@@ -191,9 +194,9 @@ def holder_alive(path: Path | str) -> bool:
 def note_of(path: Path | str) -> str:
     """Return the last status text, or "". It is valid only while a process holds the lock."""
     try:
-        with open(path, "rb") as f:
+        with open(open_own(path, os.O_RDONLY), "rb") as f:
             return f.read(_NOTE).decode("utf-8", "replace").strip()
-    except OSError:
+    except (OSError, Unreachable):
         return ""
 
 

@@ -1,4 +1,4 @@
-"""Creates the files and directories of the state, which only their owner may read.
+"""Creates and opens the files and directories of the state, which only their owner may read.
 
 The state holds pages, rows of databases and events of the user. A umask of 022 would show them to
 every user of the machine.
@@ -7,8 +7,12 @@ every user of the machine.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 from pathlib import Path
+
+from penstock.errors import Unreachable
 
 DIRECTORY_MODE, FILE_MODE = 0o700, 0o600
 
@@ -37,6 +41,41 @@ def create_file(path: Path | str) -> None:
     """
     with contextlib.suppress(FileExistsError):
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE))
+
+
+def open_own(path: Path | str, flags: int) -> int:
+    """Open a regular file of this user. With O_CREAT, create it for its owner only.
+
+    In a directory such as /tmp, another user could have put a link or a file there first. Raises
+    Unreachable for them, and OSError.
+    """
+    try:
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, FILE_MODE)
+    except OSError as e:
+        if e.errno in (errno.ELOOP, errno.EMLINK):
+            raise _not_ours(path, "is a link") from None
+        raise
+    try:
+        file, directory = os.fstat(fd), os.stat(os.path.dirname(os.path.abspath(path)))
+        if not stat.S_ISREG(file.st_mode):
+            raise _not_ours(path, "is not a regular file")
+        # Root may look at the state of a user, whose files belong to the owner of the directory.
+        if file.st_uid not in (os.geteuid(), directory.st_uid):
+            raise _not_ours(path, f"belongs to another user (uid {file.st_uid})")
+        if file.st_nlink > 1 and directory.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise _not_ours(path, "has a second name, so it may be another file of yours")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _not_ours(path: Path | str, what: str) -> Unreachable:
+    return Unreachable(
+        f"{path} {what}, so Penstock does not use it",
+        hint=f"find out who made it (ls -l {path}), then delete it. "
+        "Keep the state in a directory that only you may write to",
+    )
 
 
 def is_below(path: Path, directory: Path) -> bool:

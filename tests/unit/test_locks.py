@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.errors import Unreachable
 from penstock.locks import (
     FileLock,
     WorkerLock,
@@ -180,3 +181,55 @@ def test_two_workers_with_one_id_cannot_run_together(tmp_path: Path) -> None:
 def test_a_worker_id_that_is_not_a_file_name_is_refused(tmp_path: Path, worker_id: str) -> None:
     with pytest.raises(ValueError, match="worker id"):
         WorkerLock(tmp_path, worker_id)
+
+
+# -- files of other users --------------------------------------------------------------------------
+
+
+def test_a_lock_file_is_never_a_link_and_its_target_is_not_changed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("keep me")
+    lock = tmp_path / "a.lock"
+    for target in (victim, tmp_path / "absent"):
+        lock.symlink_to(target)
+        with pytest.raises(Unreachable, match=r"a\.lock is a link") as caught:
+            FileLock(lock).try_acquire()
+        assert f"ls -l {lock}" in caught.value.hint
+        with pytest.raises(Unreachable):
+            holder_alive(lock)
+        assert note_of(lock) == ""
+        lock.unlink()
+    assert victim.read_text() == "keep me"
+    assert not (tmp_path / "absent").exists()
+
+
+def test_a_lock_file_is_a_regular_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.lock")
+    with pytest.raises(Unreachable, match="is not a regular file"):
+        FileLock(tmp_path / "a.lock").try_acquire()
+    assert note_of(tmp_path / "a.lock") == "", "reading it does not wait"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_a_lock_file_of_another_user_is_refused(tmp_path: Path) -> None:
+    lock = tmp_path / "a.lock"
+    lock.write_text("")
+    os.chown(lock, 4711, 4711)
+    with pytest.raises(Unreachable, match=r"belongs to another user \(uid 4711\)"):
+        FileLock(lock).try_acquire()
+    # Root may look at the state of a user.
+    os.chown(tmp_path, 4711, 4711)
+    assert FileLock(lock).try_acquire()
+
+
+def test_a_second_name_of_a_file_is_no_lock_in_a_shared_directory(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("keep me")
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    os.link(victim, shared / "a.lock")
+    with pytest.raises(Unreachable, match="has a second name"):
+        FileLock(shared / "a.lock").try_acquire()
+    assert victim.read_text() == "keep me"
+    assert FileLock(shared / "b.lock").try_acquire()

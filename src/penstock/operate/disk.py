@@ -10,9 +10,10 @@ from pathlib import Path
 
 import msgspec
 
+from penstock.errors import Unreachable
 from penstock.operate.figures import lasting, size
 from penstock.operate.findings import Finding
-from penstock.private_files import create_file
+from penstock.private_files import open_own
 
 LOW, VERY_LOW = 1 << 30, 64 << 20  # bytes of free disk space: below them warn, and fail
 SAMPLES = "disk.json"  # file in the state directory
@@ -39,10 +40,10 @@ def record_sample(state: Path, now: float) -> None:
         return
     recent = [s for s in samples if now - RETENTION <= s.at <= now]
     draft = state / f".{SAMPLES}.{os.getpid()}"
-    with contextlib.suppress(OSError):  # a full disk needs no forecast
+    with contextlib.suppress(OSError, Unreachable):  # a full disk needs no forecast
         new = Sample(now, os.stat(state).st_dev, shutil.disk_usage(state).free)
-        create_file(draft)
-        draft.write_bytes(msgspec.json.encode([*recent, new]))
+        with open(open_own(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+            file.write(msgspec.json.encode([*recent, new]))
         draft.replace(state / SAMPLES)
 
 

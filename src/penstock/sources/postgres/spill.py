@@ -18,7 +18,7 @@ import msgspec
 from penstock.config import units
 from penstock.errors import SourceDown
 from penstock.ports import Finding
-from penstock.private_files import FILE_MODE, make_directory
+from penstock.private_files import make_directory, open_own
 from penstock.sources.postgres.settings import CdcSettings
 from penstock.sources.postgres.slot import Slot
 
@@ -129,10 +129,8 @@ class Spill:
     def _open(self) -> None:
         make_directory(self.path.parent)
         # Only the owner may read it: it holds rows of the user's database.
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, FILE_MODE)
-        self._accepted_file = os.open(
-            self.path.with_suffix(".place"), os.O_RDWR | os.O_CREAT, FILE_MODE
-        )
+        self._file = open_own(self.path, os.O_RDWR | os.O_CREAT)
+        self._accepted_file = open_own(self.path.with_suffix(".place"), os.O_RDWR | os.O_CREAT)
 
     def _check(self) -> None:
         """Read the accepted offset, and truncate the file after its last complete frame."""
