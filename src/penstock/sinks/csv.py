@@ -36,8 +36,12 @@ from penstock.sinks.common import (
 _HEADER_LIMIT = 4 << 20  # bytes
 
 # Spreadsheets read a cell as a formula if its first character is one of these. Some of them first
-# remove a tab or a line break, or accept the full-width forms. A plain number is not a formula.
-_FORMULA = re.compile(r"(?![+-]?\d[\d.,]*\Z)[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")
+# remove white space and characters without a width, or accept the full-width forms. A plain number
+# is not a formula.
+_FORMULA = re.compile(
+    r"(?! *[+-]?\d[\d.,]*\Z)"
+    r"(?:[\t\r\n]|[\s\x00\u200b-\u200f\u2060\ufeff]*[=+\-@\uff1d\uff0b\uff0d\uff20])"
+)
 
 
 class CsvSink(AppendingSink):
