@@ -177,13 +177,17 @@ def mask_headers_to_show(headers: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def is_secret_header(name: str) -> bool:
+    return _SECRET_HEADER.search(name) is not None and name.lower() not in _CHALLENGES
+
+
 def _find_masker(name: str) -> Callable[[str], str] | None:
     name = name.lower()
     if name == "set-cookie":
         return _mask_cookies
     if name in _WITH_URLS:
         return _mask_authorities
-    return _mask_all if _SECRET_HEADER.search(name) and name not in _CHALLENGES else None
+    return _mask_all if is_secret_header(name) else None
 
 
 _masker = lru_cache(maxsize=1024)(_find_masker)

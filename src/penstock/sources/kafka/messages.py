@@ -14,6 +14,7 @@ import msgspec
 from penstock.model import mint
 from penstock.ports import Finding
 from penstock.rules.json_limits import TooManyValues, check_values
+from penstock.rules.masking import MASK, is_secret_header
 
 FORMATS = ("auto", "json", "debezium", "cloudevents")
 # Create, read (snapshot), update, delete, truncate, message.
@@ -387,7 +388,8 @@ def _kafka(m: Message) -> dict[str, Any]:
         and sum(len(name) + len(value or b"") for name, value in m.headers) <= _MAX_HEADERS
     ):
         found["headers"] = {
-            name: None if value is None else as_text(value) for name, value in m.headers
+            name: None if value is None else MASK if is_secret_header(name) else as_text(value)
+            for name, value in m.headers
         }
     return found
 
