@@ -452,7 +452,7 @@ def _url(url: Any, what: str) -> str:
     if not isinstance(url, str) or not re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", url):
         example = "jsonl:products.jsonl" if what == "sink" else "feed+https://example.com/feed.xml"
         raise ConfigError(
-            f"{what} {url!r} does not begin with a kind", hint=f"for example {example}"
+            f"{what} {mask(str(url))!r} does not begin with a kind", hint=f"for example {example}"
         )
     return url
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
+from penstock.cli.hidden import learn_file
 from penstock.cli.options import DEFAULTS, Common, Json
 from penstock.cli.output import (
     FIXED,
@@ -106,6 +107,7 @@ def check(
         from penstock.authoring.load import load_to_run
         from penstock.runtime.sources_and_sinks import check_sources, open_sinks
 
+        learn_file(chosen)
         pipeline = load_to_run(chosen)
         open_sinks(pipeline, Path.cwd(), loaded.config.state.dir)
         check_sources(pipeline, loaded.config)

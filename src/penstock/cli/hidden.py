@@ -31,9 +31,9 @@ def hidden(text: str) -> str:
 def learn(values: Iterable[str]) -> None:
     """Remember the passwords of URLs, lists of proxies and `env:NAME`. Other values are ignored."""
     for value in values:
-        if value.startswith("env:"):
-            _add(os.environ.get(value.removeprefix("env:"), ""))
-        elif ":" in value or "=" in value:
+        for variable in re.findall(r"env:(\w+)", value):
+            _add(os.environ.get(variable, ""))
+        if ":" in value or "=" in value:
             for part in {value, *re.split(r"[,\n]", value)}:
                 _passwords.update(passwords_in(part.strip()))
             _passwords.update(p for p in _PROXY.findall(value) if len(p) >= SHORTEST)
@@ -55,7 +55,8 @@ def learn_file(file: Path | str) -> None:
     for line in _lines_of(Path(file)):
         learn(a or b for a, b in _string.findall(line))
         for value in _NAMED.findall(line):
-            learn([value]) if value.startswith("env:") else _add(value)
+            learn([value])
+            _add(value)
 
 
 def _add(value: str) -> None:

@@ -113,7 +113,7 @@ class Web:
     async def __aenter__(self) -> Self:
         if self._log_path is not None:
             self._log_fd = os.open(
-                self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
+                self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
             )
         self.port = await self.listen(self.host, self.port)
         self._sweeper = asyncio.get_running_loop().create_task(self._sweep())
