@@ -21,6 +21,7 @@ from penstock.config import units
 from penstock.config.options import read_option
 from penstock.errors import Unreachable
 from penstock.ports import Reopen, Row
+from penstock.private_files import FILE_MODE
 from penstock.sinks.append_file import AppendingSink, Mark, read_mark, sync_directory
 from penstock.sinks.common import (
     DELETED,
@@ -165,7 +166,11 @@ class CsvSink(AppendingSink):
         was = os.stat(target)
         try:
             lines = self._file.lines(self._file.at)
-            with open(draft, "wb", buffering=1 << 18) as out:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(draft)
+            # Another user could have put a link there, if the directory is shared.
+            fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
+            with open(fd, "wb", buffering=1 << 18) as out:
                 os.fchmod(out.fileno(), stat.S_IMODE(was.st_mode))
                 with contextlib.suppress(PermissionError):
                     os.fchown(out.fileno(), was.st_uid, was.st_gid)
