@@ -15,6 +15,7 @@ from confluent_kafka import KafkaError, KafkaException
 from penstock.config import units
 from penstock.config.options import query_options
 from penstock.errors import ConfigError
+from penstock.rules.masking import mask
 
 SASL = {"plain": "PLAIN", "scram-sha-256": "SCRAM-SHA-256", "scram-sha-512": "SCRAM-SHA-512"}
 _TLS_PROPERTIES = {
@@ -147,7 +148,9 @@ def _server(host: str, where: str, example: str) -> str:
     if not name:
         name, port = host, ""
     if not name or (port and not (port.isdecimal() and 0 < int(port) < 65536)):
-        raise ConfigError(f"{where}: {host!r} is not a host and port", hint=example)
+        raise ConfigError(
+            f"{where}: {mask('kafka://' + host)!r} is not a host and port", hint=example
+        )
     return f"{name}:{port or 9092}"
 
 

@@ -23,6 +23,7 @@ from redis.retry import Retry as BlockingRetry
 from penstock.config import units
 from penstock.config.options import query_options, read_options
 from penstock.errors import ConfigError, PenstockError, StoreUnavailable, Unreachable
+from penstock.rules.masking import mask
 
 # Oldest supported version. It has script flags, LPOP with a count, and an XAUTOCLAIM that drops
 # deleted entries.
@@ -398,14 +399,14 @@ def parse(url: str) -> tuple[dict[str, Any], bool]:
         )
     if not parts.hostname:
         raise ConfigError(
-            f"the Redis DSN {parts.scheme}:{parts.path or '//'} names no host",
+            f"the Redis DSN {mask(url)} names no host",
             hint="write it as redis://HOST:6379/0",
         )
     number = parts.path.strip("/") or "0"
     if not number.isdigit():
         raise ConfigError(
-            f"the Redis DSN names database {number!r}, which is not a number",
-            hint=f"write it as {parts.scheme}://{parts.hostname}:{port}/0",
+            f"the Redis DSN {mask(url)} names a database that is not a number",
+            hint=f"write it as {parts.scheme}://HOST:6379/0, and / in a password as %2F",
         )
     options: dict[str, Any] = {"host": parts.hostname, "port": port, "db": int(number)}
     if parts.username:

@@ -15,7 +15,7 @@ from obstore.store import S3Store
 
 from penstock.config.options import check_names, query_options
 from penstock.errors import ConfigError, PenstockError, Unreachable
-from penstock.rules.masking import mask
+from penstock.rules.masking import mask, mask_text
 
 EXAMPLE = (
     "s3://bucket/prefix?region=eu-west-1, or for your own server "
@@ -25,7 +25,7 @@ EXAMPLE = (
 
 def error_text(e: Exception) -> str:
     """Return the server's code and message, or else the first line of the library's error."""
-    text = str(e)
+    text = mask_text(str(e))
     found = re.search(r"<Code>(\w+)</Code><Message>([^<]*)", text)
     return f"{found[1]}: {found[2]}" if found else text.split("\n", 1)[0][:200]
 
@@ -105,7 +105,8 @@ def bucket_at(url: str, *, whole: bool = False) -> tuple[Any, str]:
     endpoint = options.get("endpoint", "")
     if endpoint and not re.match(r"https?://[^/]", endpoint):
         raise ConfigError(
-            f"{mask(url)}: endpoint is {endpoint!r}", hint="write it as endpoint=https://host:port"
+            f"{mask(url)}: endpoint is {mask(endpoint)!r}",
+            hint="write it as endpoint=https://host:port",
         )
     given: dict[str, Any] = {
         "endpoint": endpoint,
@@ -127,4 +128,4 @@ def bucket_at(url: str, *, whole: bool = False) -> tuple[Any, str]:
         )
     except (BaseError, ValueError) as e:
         raise ConfigError(f"{mask(url)} cannot be used: {error_text(e)}", hint=EXAMPLE) from e
-    return bucket, f"bucket {parts.netloc}" + (f" at {endpoint}" if endpoint else "")
+    return bucket, f"bucket {parts.netloc}" + (f" at {mask(endpoint)}" if endpoint else "")

@@ -85,11 +85,11 @@ def parse(url: str, namespace: str) -> SqsAddress:
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
-    except ValueError as e:
+    except ValueError:  # the text of the error may contain a part of the secret
         raise ConfigError(
-            f"{mask(url)} is not an SQS URL: {e}",
+            f"{mask(url)} is not an SQS URL",
             hint=f"{EXAMPLE}. Write / + @ : in a secret as %2F %2B %40 %3A",
-        ) from e
+        ) from None
     options = read_options(mask(url), query_options(parts.query), OPTIONS)
     if bool(parts.username) != bool(parts.password):
         raise ConfigError(
