@@ -11,6 +11,7 @@ import pytest
 from tests.e2e.harness import Project
 
 PASSWORD = "hunter2-Zq81"
+Command = tuple[dict[str, str], list[str]]  # environment and arguments
 # Runs commands in one process, which saves the imports. A line of JSON on stdin has the environment
 # and the arguments of each.
 RUNNER = """
@@ -71,7 +72,7 @@ def forms(scheme: str) -> list[str]:
     return [url.format(s=scheme, p=PASSWORD) for url in urls]
 
 
-def output_of(project: Project, commands: list[tuple[dict[str, str], list[str]]]) -> str:
+def output_of(project: Project, commands: list[Command]) -> str:
     lines = [json.dumps({"environment": env, "arguments": args}) + "\n" for env, args in commands]
     done = subprocess.run(
         [sys.executable, "-c", RUNNER],
@@ -147,7 +148,7 @@ def test_no_command_shows_the_password_of_a_proxy_or_a_connect_worker(
 def test_no_command_shows_the_password_of_a_pipeline(
     project: Project, kind: str, scheme: str
 ) -> None:
-    commands = []
+    commands: list[Command] = []
     for n, url in enumerate(forms(scheme)):
         file = project.write(f"shop{n}.py", SINK.format(kind=kind, url=url))
         commands.append(({}, ["config", "check", file.name, "--debug"]))
@@ -159,7 +160,7 @@ def test_doctor_and_a_run_do_not_show_the_password_of_a_sink_that_is_down(projec
         f"postgres://me:{PASSWORD}@127.0.0.1:1/a",
         f"kafka://me:{PASSWORD}@127.0.0.1:1/a?timeout=1s",
     ]
-    commands = []
+    commands: list[Command] = []
     for n, url in enumerate(urls):
         file = project.write(f"shop{n}.py", SINK.format(kind="sink", url=url))
         commands += [

@@ -333,7 +333,7 @@ def test_no_file_message_or_output_has_a_secret(
                 ).fetchall()
                 assert tables
                 for schema, table in tables:
-                    for row in db.execute(f'SELECT * FROM "{schema}"."{table}"'):  # type: ignore[call-overload]
+                    for row in db.execute(f'SELECT * FROM "{schema}"."{table}"'):
                         places.add_row(f"{schema}.{table}", row)
         case "redis" | "kafka" | "rabbitmq":
             places.add_files(server(layout).file(""), but=(".erlang.cookie",))
