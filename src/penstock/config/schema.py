@@ -260,6 +260,17 @@ class ServeConfig(Section, frozen=True, kw_only=True):
     host: Annotated[str, Opt(units.ADDRESS, "address on which webhooks are served")] = "127.0.0.1"
     port: Annotated[int, Opt(units.counts(0, 65535), "port (0 is any free port)")] = 8787
     max_connections: Annotated[int, Opt(units.counts(1, 100_000), "open connections")] = 256
+    max_per_address: Annotated[
+        int, Opt(units.counts(1, 100_000), "open connections of one address (IPv6: of a /64)")
+    ] = 64
+    trusted_proxies: Annotated[
+        tuple[str, ...],
+        Opt(
+            units.NETWORKS,
+            "proxies whose X-Forwarded-For names the sender. All others are not trusted",
+            example="10.1.0.0/16",
+        ),
+    ] = ()
     timeout: Annotated[
         float, Opt(units.durations(0.05, 3600), "time in which a request must be received")
     ] = 10.0

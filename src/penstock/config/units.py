@@ -419,3 +419,9 @@ ADDRESS = Kind(
     expected='an IP address of this machine ("127.0.0.1", "0.0.0.0", "::1") or "localhost"',
     read=_address,
 )
+NETWORKS = Kind(
+    name="list of networks",
+    expected='IP addresses or networks, separated by commas ("10.1.0.5,10.2.0.0/16,fd00::/8")',
+    read=lambda value: tuple(str(ipaddress.ip_network(str(item))) for item in _items(value)),
+    write=",".join,
+)

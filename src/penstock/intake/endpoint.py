@@ -9,9 +9,8 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -22,6 +21,7 @@ from starlette.routing import Route
 
 from penstock.errors import RequestRefused, StoreUnavailable
 from penstock.intake.accept import Incomplete, Intake, Taken
+from penstock.intake.bodies import MIN_BUDGET, UNSIGNED_SHARE, Body, BodyBudget, no_memory
 from penstock.intake.openapi import document
 from penstock.model import Reason
 from penstock.ports import (
@@ -34,16 +34,27 @@ from penstock.ports import (
     Transaction,
     UnitOfWork,
 )
+from penstock.rules.senders import (
+    AddressLimits,
+    Network,
+    RateLimiter,
+    Unverified,
+    address_group,
+    sender,
+)
 
+T = TypeVar("T")
 log = logging.getLogger("penstock.serving")
 MAX_HEAD = 16 << 10  # maximum bytes of a request's line and headers
 RETRY_AFTER = 5.0  # seconds in Retry-After if the queue is full or the store is unavailable
-HELD = 64 << 20  # maximum bytes of bodies that are being read, of all requests together
-# Maximum bytes of a refused body that are read and discarded. A client that is still writing does
-# not read the response.
-DISCARDED = 8 << 20
+# Bytes. Larger bodies are verified and parsed in a thread. 1 MiB takes about 10 ms.
+LARGE = 1 << 20
+# Maximum bytes of a body that is verified for an address with too many forged requests.
+SMALL = 64 << 10
+ADDRESS_SHARE = 0.5  # of the rate of an unsigned hook that one address may use
 TOLD = 20  # maximum number of reasons in one response
 WHOLE = "penstock.whole"  # key in a request's scope: the body was read to the end
+VERIFIED = "penstock.verified"  # key in a request's scope: it is signed, or need not be
 QUIET = 10.0  # seconds between two log lines about refused requests
 HEADERS = {
     "content-type": "application/json",
@@ -56,29 +67,26 @@ TRY = {
 }
 
 
-class RateLimiter:
-    """A rate limit: `rate` requests per second, and up to `burst` requests after an idle time."""
-
-    def __init__(self, rate: float, burst: int) -> None:
-        self._interval, self._burst, self._next = 1 / rate, burst, -math.inf
-
-    def wait(self, now: float) -> float:
-        """Take one request and return 0, or return the seconds until a request is allowed."""
-        full = max(self._next, now)
-        if (early := full - (self._burst - 1) * self._interval - now) > 1e-9:
-            return early
-        self._next = full + self._interval
-        return 0.0
-
-
 class Hook:
-    """One webhook source, with its rate limit and its intake."""
+    """One webhook source, with its rate limits and its intake."""
 
     def __init__(self, source: ServedSource, url: str, intake: Intake) -> None:
         self.source, self.url, self.intake = source, url, intake
-        self.limiter = RateLimiter(source.rate, source.burst)
+        self._limiter = RateLimiter(source.rate, source.burst)
+        # Addresses that may send unsigned requests. One of them cannot use the whole rate.
+        self._addresses = (
+            AddressLimits(source.rate * ADDRESS_SHARE, max(1, int(source.burst * ADDRESS_SHARE)))
+            if not source.signed and not source.local
+            else None
+        )
         self.refused: Counter[int] = Counter()
         self.said = -math.inf
+
+    def charge(self, address: str, now: float) -> None:
+        """Count a request, which is verified unless the hook is unsigned. Raises RequestRefused."""
+        wait = self._addresses.wait(address, now) if self._addresses is not None else 0.0
+        if wait := wait or self._limiter.wait(now):
+            raise _too_often(wait)
 
 
 class Endpoint:
@@ -92,10 +100,15 @@ class Endpoint:
         *,
         worker: str,
         timeout: float,
+        proxies: Sequence[Network] = (),
     ) -> None:
         self.hooks = {hook.source.path: hook for hook in hooks}
         self._uow, self._clock, self._worker, self._timeout = uow, clock, worker, timeout
-        self._held = 0
+        self._proxies = proxies
+        self._unverified = Unverified()
+        largest = max((hook.source.max_body for hook in hooks), default=0)
+        self._bodies = BodyBudget(max(MIN_BUDGET, int(largest / UNSIGNED_SHARE)))
+        self._large = asyncio.Semaphore(1)
 
     async def declare(self) -> None:
         """Record the webhooks in the ledger, so that `penstock sources` can list and pause them.
@@ -122,11 +135,15 @@ class Endpoint:
             await self._clock.sleep(1.0)
 
     def app(self) -> Starlette:
-        handlers: dict[Any, Any] = {HTTPException: _other, StoreUnavailable: _away, Exception: _bug}
+        handlers: dict[Any, Any] = {
+            HTTPException: self._other,
+            StoreUnavailable: _away,
+            Exception: _bug,
+        }
         routes = [
             Route("/hooks/{name}", self._handle, methods=["POST"]),
-            Route("/healthz", _health, methods=["GET"]),
-            Route("/openapi.json", _schema, methods=["GET"]),
+            Route("/healthz", self._health, methods=["GET"]),
+            Route("/openapi.json", self._schema, methods=["GET"]),
         ]
         app = Starlette(routes=routes, exception_handlers=handlers)
         app.router.redirect_slashes = False
@@ -138,62 +155,55 @@ class Endpoint:
         # Read the path from the scope. `request.url` fails if the Host header is not a valid host.
         hook = self.hooks.get(request.scope["path"])
         if hook is None:
-            await self._discard(request, 0)
             raise HTTPException(404)
         try:
             return await self._take(hook, request)
         except ClientDisconnect:
             return Response(status_code=400)  # the client has disconnected and does not read it
         except RequestRefused as e:
-            self._count(hook, e)
-            headers = (
-                {
-                    "www-authenticate": "Bearer"
-                    if hook.source.signed == "bearer"
-                    else "Webhook-Signature"
-                }
-                if e.status == 401
-                else {}
+            # A variable with the exception would be a reference cycle, which keeps the body until
+            # a garbage collection.
+            return self._refuse(hook, request, e)
+
+    def _refuse(self, hook: Hook, request: Request, e: RequestRefused) -> Response:
+        if not request.scope.get(VERIFIED):
+            e = self._charge_refused(request, e)
+        self._count(hook, e)
+        headers = {}
+        if e.status == 401:
+            headers["www-authenticate"] = (
+                "Bearer" if hook.source.signed == "bearer" else "Webhook-Signature"
             )
-            if not request.scope.get(WHOLE):
-                # Close the connection. The rest of the body would be parsed as the next request.
-                headers["connection"] = "close"
-            return _answer(e, headers)
+        if not request.scope.get(WHOLE) or not request.scope.get(VERIFIED):
+            headers["connection"] = "close"
+        return _answer(e, headers)
 
     async def _take(self, hook: Hook, request: Request) -> Response:
-        source = hook.source
-        if sum(len(name) + len(value) for name, value in request.headers.raw) > MAX_HEAD:
-            raise RequestRefused(
-                431,
-                f"its headers have more than {MAX_HEAD} bytes",
-                hint="leave out cookies and the like",
-            )
-        headers: dict[str, list[str]] = {}
-        for name, value in request.headers.raw:
-            headers.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
-        # A proxy in front of this server may end the body by the other of the two headers.
-        if "content-length" in headers and "transfer-encoding" in headers:
-            raise RequestRefused(
-                400,
-                "it has both a content-length and a transfer-encoding",
-                hint="leave both to your client",
-            )
+        """Take a request. Everything that the headers show is checked before the body is read."""
+        source, address = hook.source, self._sender(request)
+        loop = asyncio.get_running_loop()
+        headers = _checked_headers(request)
+        claim = source.screen(request.method, headers, self._clock.now())
+        if claim is None:
+            # The request is unsigned, or its token is verified.
+            request.scope[VERIFIED] = True
+            if source.signed:
+                self._unverified.verified(address, loop.time())
+            hook.charge(address, loop.time())
+        else:
+            self._check_size(headers, address, loop.time())
+        body = await self._body(request, bool(source.signed), source.max_body)
+        data = self._bodies.complete(body)
         try:
-            if wait := hook.limiter.wait(asyncio.get_running_loop().time()):
-                raise RequestRefused(
-                    429,
-                    "this hook is told more often than it allows",
-                    hint="wait, and send it again with the same id",
-                    after=wait,
-                )
-            source.screen(request.method, headers)
-        except RequestRefused:
-            if "expect" not in headers:  # with Expect, the client has not sent the body yet
-                await self._discard(request, 0)
-            raise
-        body = await self._body(request, source.max_body)
-        findings = source.findings(request.method, headers, body, self._clock.now())
-        taken = await self._accept(hook, findings)
+            signed_id = await self._work(data, source.verify, claim, data)
+            if claim is not None:
+                request.scope[VERIFIED] = True
+                self._unverified.verified(address, loop.time())
+                hook.charge(address, loop.time())
+            findings = await self._work(data, source.findings, headers, data, signed_id)
+            taken = await self._accept(hook, findings)
+        finally:
+            self._bodies.close(body)
         return _json(
             202,
             {
@@ -204,55 +214,57 @@ class Endpoint:
             },
         )
 
-    async def _body(self, request: Request, most: int) -> bytes:
-        """Read the body, with at most `most` bytes and within the timeout.
+    def _check_size(self, headers: dict[str, list[str]], address: str, now: float) -> None:
+        """Refuse a large body from an address that sent too many forged requests.
 
-        Raises RequestRefused if the body is too large or too slow, or if all bodies that are being
-        read would together exceed `HELD`.
+        Small bodies are always verified: a signed sender may have the same address, for example
+        behind a proxy. The limit does not apply to an address that had a verified request in the
+        last hour.
         """
-        body = bytearray()
+        wait = self._unverified.early(address, now)
+        if wait and not self._unverified.is_known(address, now):
+            length = headers.get("content-length")
+            if length is None or int(length[0]) > SMALL:
+                raise _too_often(wait)
+
+    async def _body(self, request: Request, signed: bool, most: int) -> Body:
+        """Read the body, with at most `most` bytes and within the timeout. The caller closes it."""
+        loop = asyncio.get_running_loop()
+        deadline = asyncio.timeout(self._timeout)
+        body = self._bodies.open(signed, lambda: deadline.reschedule(loop.time()))
         try:
-            async with asyncio.timeout(self._timeout):
+            async with deadline:
                 async for chunk in request.stream():
-                    if len(body) + len(chunk) > most:
+                    if body.size + len(chunk) > most:
                         raise RequestRefused(
                             413,
                             f"the body is larger than {most} bytes",
                             hint="send several requests",
                         )
-                    if self._held + len(chunk) > HELD:
-                        raise RequestRefused(
-                            503, "too much is being sent at once", hint="send it again", after=1.0
-                        )
-                    self._held += len(chunk)
-                    body += chunk
+                    self._bodies.add(body, chunk)
+                if body.evicted:
+                    raise no_memory()
             request.scope[WHOLE] = True
-            return bytes(body)
+            return body
         except TimeoutError:
+            self._bodies.close(body)
+            if body.evicted:
+                raise no_memory() from None
             raise RequestRefused(
                 408,
                 f"the body did not come within {self._timeout:g} s",
                 hint="send it again, all at once",
             ) from None
-        except RequestRefused:
-            await self._discard(request, len(body))
+        except BaseException:
+            self._bodies.close(body)
             raise
-        finally:
-            self._held -= len(body)
 
-    async def _discard(self, request: Request, seen: int) -> None:
-        """Read and discard the rest of a refused body, for at most 2 s.
-
-        If the server closed the connection during the request, the client would lose the response.
-        """
-        with suppress(TimeoutError):
-            async with asyncio.timeout(min(2.0, self._timeout)):
-                while seen < DISCARDED:
-                    message = await request.receive()
-                    seen += len(message.get("body", b""))
-                    if message["type"] != "http.request" or not message.get("more_body"):
-                        request.scope[WHOLE] = True
-                        return
+    async def _work(self, body: bytes, work: Callable[..., T], *arguments: Any) -> T:
+        """Call a function that reads the whole body. A large body uses a thread, one at a time."""
+        if len(body) <= LARGE:
+            return work(*arguments)
+        async with self._large:
+            return await asyncio.to_thread(work, *arguments)
 
     async def _accept(self, hook: Hook, findings: Sequence[Finding]) -> Taken:
         """Accept all findings of a request, or none.
@@ -283,6 +295,47 @@ class Endpoint:
                 after=RETRY_AFTER,
             ) from None
 
+    # -- senders -----------------------------------------------------------------------------------
+
+    def _sender(self, request: Request) -> str:
+        """Return the address of the sender, for its limits."""
+        client = request.scope.get("client")
+        return sender(
+            client[0] if client else "",
+            lambda: request.headers.getlist("x-forwarded-for"),
+            self._proxies,
+        )
+
+    def charge_unreadable(self, peer: str) -> None:
+        """Count a request that could not be parsed."""
+        self._unverified.charge(address_group(peer), asyncio.get_running_loop().time())
+
+    def _charge(self, request: Request) -> float:
+        """Count a request that is not verified. Return the seconds to wait, 0 within the limits."""
+        return self._unverified.charge(self._sender(request), asyncio.get_running_loop().time())
+
+    def _charge_refused(self, request: Request, e: RequestRefused) -> RequestRefused:
+        if e.status < 500 and (wait := self._charge(request)):
+            return _too_often(wait, e.why or e.message)
+        return e
+
+    async def _other(self, request: Request, e: HTTPException) -> Response:
+        refused = self._charge_refused(
+            request, RequestRefused(e.status_code, e.detail, hint=TRY.get(e.status_code, ""))
+        )
+        return _answer(refused, {**(e.headers or {}), "connection": "close"})
+
+    async def _health(self, request: Request) -> Response:
+        # It is always answered: a load balancer and a stranger may have the same address.
+        return _json(
+            200, {"status": "ok"}, {"connection": "close"} if self._charge(request) else {}
+        )
+
+    async def _schema(self, request: Request) -> Response:
+        if wait := self._charge(request):
+            return _answer(_too_often(wait), {"connection": "close"})
+        return _json(200, document())
+
     def _count(self, hook: Hook, e: RequestRefused) -> None:
         """Count a refused request. Log the counts at most every `QUIET` seconds."""
         hook.refused[e.status] += 1
@@ -297,6 +350,27 @@ class Endpoint:
             )
             hook.refused.clear()
             hook.said = now
+
+
+def _checked_headers(request: Request) -> dict[str, list[str]]:
+    """Return the headers of a request, by lower-case name. Raises RequestRefused."""
+    if sum(len(name) + len(value) for name, value in request.headers.raw) > MAX_HEAD:
+        raise RequestRefused(
+            431,
+            f"its headers have more than {MAX_HEAD} bytes",
+            hint="leave out cookies and the like",
+        )
+    headers: dict[str, list[str]] = {}
+    for name, value in request.headers.raw:
+        headers.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
+    # A proxy in front of this server may end the body by the other of the two headers.
+    if "content-length" in headers and "transfer-encoding" in headers:
+        raise RequestRefused(
+            400,
+            "it has both a content-length and a transfer-encoding",
+            hint="leave both to your client",
+        )
+    return headers
 
 
 # -- answers ---------------------------------------------------------------------------------------
@@ -322,6 +396,16 @@ def _makes_none(findings: Sequence[Any], taken: Taken) -> RequestRefused:
     return refused
 
 
+def _too_often(wait: float, why: str = "") -> RequestRefused:
+    return RequestRefused(
+        429,
+        "there are too many requests",
+        hint="wait, and send it again with the same id",
+        after=wait,
+        why=why,
+    )
+
+
 def _json(status: int, content: Any, headers: dict[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(content), status, {**HEADERS, **(headers or {})})
 
@@ -341,14 +425,6 @@ def _answer(e: RequestRefused, headers: dict[str, str]) -> Response:
     )
 
 
-async def _other(request: Request, e: HTTPException) -> Response:
-    return _json(
-        e.status_code,
-        {"error": e.detail, "try": TRY.get(e.status_code, "")},
-        {**(e.headers or {}), "connection": "close"},
-    )
-
-
 async def _away(request: Request, e: StoreUnavailable) -> Response:
     log.error("%s", e.message)
     return _answer(
@@ -365,11 +441,3 @@ async def _away(request: Request, e: StoreUnavailable) -> Response:
 async def _bug(request: Request, e: Exception) -> Response:
     # The server logs the exception.
     return _json(500, {"error": "this should not happen", "try": "our log says more"})
-
-
-async def _health(request: Request) -> Response:
-    return _json(200, {"status": "ok"})
-
-
-async def _schema(request: Request) -> Response:
-    return _json(200, document())

@@ -1,6 +1,7 @@
-"""The HTTP server of webhooks: listening socket, connection limit and timeouts.
+"""The HTTP server of webhooks: the listening socket and the process that listens.
 
-Of several processes with the same address, only one listens. See `endpoint` for the requests.
+Of several processes with the same address, only one listens. See `endpoint` for the requests, and
+`connections` for their limits.
 """
 
 from __future__ import annotations
@@ -14,12 +15,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from penstock.errors import ConfigError, Unreachable
-from penstock.intake.endpoint import MAX_HEAD, Endpoint, error
+from penstock.intake.connections import Connections, protocol
+from penstock.intake.endpoint import MAX_HEAD, Endpoint
 from penstock.locks import FileLock
 from penstock.ports import Clock, ServedSource
 
@@ -43,7 +43,7 @@ class Listener:
         *,
         host: str,
         port: int,
-        connections: int,
+        connections: Connections,
         timeout: float,
         grace: float,
         lock: Path,
@@ -89,7 +89,7 @@ class Listener:
     async def _serve(self, bound: socket.socket) -> None:
         config = uvicorn.Config(
             self.endpoint.app(),
-            http=_protocol(self._connections, self._timeout),
+            http=protocol(self._connections, self._timeout, self.endpoint.charge_unreadable),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -164,81 +164,3 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leave signals to the worker. The server ends when its task is cancelled."""
         yield
-
-
-def _protocol(connections: int, timeout: float) -> type[H11Protocol]:
-    class Protocol(H11Protocol):
-        """The HTTP/1.1 protocol of uvicorn with two more limits.
-
-        The limits are the number of connections and the time until a request's head is complete.
-        """
-
-        _deadline: asyncio.TimerHandle | None = None
-
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            if len(self.connections) > connections:
-                self._end(
-                    503,
-                    "Service Unavailable",
-                    "there are too many connections",
-                    "try again later",
-                    "retry-after: 1\r\n",
-                )
-            else:
-                self._watch()
-
-        def data_received(self, data: bytes) -> None:
-            if self.transport.is_closing():
-                return
-            super().data_received(data)
-            if self.conn.their_state is not h11.IDLE:
-                self._unwatch()
-            elif self._deadline is None:
-                self._watch()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._unwatch()
-            super().connection_lost(exc)
-
-        def send_400_response(self, msg: str) -> None:
-            if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-                self._end(
-                    400,
-                    "Bad Request",
-                    "this is no HTTP request that can be read",
-                    f"HTTP/1.1, with headers of at most {MAX_HEAD} bytes",
-                )
-            else:
-                self.transport.close()
-
-        def _watch(self) -> None:
-            self._deadline = self.loop.call_later(
-                timeout,
-                self._end,
-                408,
-                "Request Timeout",
-                f"no request came within {timeout:g} s",
-                "send it all at once",
-            )
-
-        def _unwatch(self) -> None:
-            if self._deadline is not None:
-                self._deadline.cancel()
-                self._deadline = None
-
-        def _end(self, status: int, phrase: str, message: str, hint: str, more: str = "") -> None:
-            """Write an error response and close the connection.
-
-            The response bypasses the state machine of h11, because an invalid request breaks it.
-            """
-            if not self.transport.is_closing():
-                body = error(message, hint)
-                head = (
-                    f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\n"
-                    f"content-length: {len(body)}\r\n{more}connection: close\r\n\r\n"
-                )
-                self.transport.write(head.encode() + body)
-                self.transport.close()
-
-    return Protocol

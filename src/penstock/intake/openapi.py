@@ -85,7 +85,7 @@ _REFUSALS = {
     "413": "the body is too large, or has too many items",
     "415": "a content-type that is not read",
     "422": "items that make no event; none of the body was accepted",
-    "429": "more requests than the hook allows; Retry-After says when",
+    "429": "more requests than the hook or the address may send; Retry-After says when",
     "431": "its headers are too large",
     "503": "the queue is full or the store is away; Retry-After says when. Nothing was accepted",
 }

@@ -7,6 +7,8 @@ from typing import Any, Protocol, TypedDict, Unpack
 
 import msgspec
 
+from penstock.rules.signatures import Claim
+
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """One change that a source reports. The source's mapping makes an event from it.
@@ -121,13 +123,20 @@ class ServedSource(Protocol):
     rate: float  # requests per second
     burst: int  # requests
 
-    def screen(self, method: str, headers: Mapping[str, Sequence[str]]) -> None:
-        """Check a request before its body is read. Raises errors.RequestRefused."""
+    def screen(self, method: str, headers: Mapping[str, Sequence[str]], now: float) -> Claim | None:
+        """Check a request before its body is read. Raises errors.RequestRefused.
+
+        Return the signature that `verify` compares with the body. Return None if there is nothing
+        to compare: the source is unsigned, or a token in the headers is verified already.
+        """
+
+    def verify(self, claim: Claim | None, body: bytes) -> str | None:
+        """Return the signed id of the request, or None. Raises errors.RequestRefused."""
 
     def findings(
-        self, method: str, headers: Mapping[str, Sequence[str]], body: bytes, now: float
+        self, headers: Mapping[str, Sequence[str]], body: bytes, signed_id: str | None
     ) -> Sequence[Finding]:
-        """Return all findings of a request.
+        """Return all findings of a verified request.
 
         Raises errors.RequestRefused if the request is not valid. Raises no other exception, for any
         body.

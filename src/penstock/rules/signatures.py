@@ -1,6 +1,6 @@
 """Signature schemes of webhooks, checked on raw bytes in constant time.
 
-No clock, no HTTP, and no loading of secrets.
+The headers are read and checked before the body is received. No clock, no HTTP, no secrets loaded.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import hmac
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+H = TypeVar("H", hmac.HMAC, "hashlib._Hash")
 # Lower-case name → received values, decoded as Latin-1, so that a character is a byte.
 Headers = Mapping[str, Sequence[str]]
 LONGEST = 4096  # characters of a header that is read
@@ -63,10 +65,39 @@ def only(headers: Headers, name: str) -> str:
     return values[0]
 
 
-def standard(
-    keys: Sequence[bytes], headers: Headers, body: bytes, now: float, tolerance: float
-) -> str:
-    """Verify Standard Webhooks 1.0, symmetric (`v1`), and return the signed id.
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Signatures from the headers of a request. They are compared when the body is complete."""
+
+    given: Sequence[bytes]
+    text: Sequence[bytes | None]  # parts of the signed text. None is the body.
+    algorithm: str = "sha256"
+    id: str | None = None  # signed id of the message. Without one, a hash identifies it.
+    hash_text: bool = False  # True if the hash is of the signed text, False if of the body
+
+    def verify(self, keys: Sequence[bytes], body: bytes) -> str:
+        """Return the id of the event that the signature covers. Raises Forged.
+
+        Every pair is compared, even after a match, so that the time does not reveal the result.
+        """
+        digest = DIGESTS[self.algorithm]
+        wanted = [self._feed(hmac.new(key, digestmod=digest), body).digest() for key in keys]
+        if not sum(hmac.compare_digest(w, g) for w in wanted for g in self.given):
+            raise Forged("no signature fits")
+        if self.id is not None:
+            return self.id
+        if self.hash_text:
+            return self._feed(hashlib.sha256(), body).hexdigest()
+        return hashlib.sha256(body).hexdigest()
+
+    def _feed(self, hashing: H, body: bytes) -> H:
+        for part in self.text:
+            hashing.update(body if part is None else part)
+        return hashing
+
+
+def read_standard(headers: Headers, now: float, tolerance: float) -> Claim:
+    """Read the headers of Standard Webhooks 1.0, symmetric (`v1`). The id is signed.
 
     The earlier Svix scheme is the same with headers named svix-….
     """
@@ -84,25 +115,16 @@ def standard(
             raise Forged("its signature is not a list of version,signature")
         if match[1] == "v1":
             given.append(canonical_base64(match[2]))
-    _check_signatures(keys, id_.encode() + b"." + at.encode() + b"." + body, hashlib.sha256, given)
-    return id_
+    return Claim(_limited(given), (f"{id_}.{at}.".encode(), None), id=id_)
 
 
-def github(keys: Sequence[bytes], headers: Headers, body: bytes) -> str:
-    """Verify X-Hub-Signature-256, which covers only the body. Return the body's hash."""
-    _check_signatures(
-        keys,
-        body,
-        hashlib.sha256,
-        [_hex(_without_prefix(only(headers, "x-hub-signature-256"), "sha256="))],
-    )
-    return hashlib.sha256(body).hexdigest()
+def read_github(headers: Headers) -> Claim:
+    """Read X-Hub-Signature-256, which covers only the body."""
+    return Claim([_hex(_without_prefix(only(headers, "x-hub-signature-256"), "sha256="))], (None,))
 
 
-def stripe(
-    keys: Sequence[bytes], headers: Headers, body: bytes, now: float, tolerance: float
-) -> str:
-    """Verify Stripe-Signature: t=…,v1=….
+def read_stripe(headers: Headers, now: float, tolerance: float) -> Claim:
+    """Read Stripe-Signature: t=…,v1=….
 
     A repeated delivery has another time and signature, so the body's hash identifies the event.
     """
@@ -111,19 +133,12 @@ def stripe(
     if len(times) != 1:
         raise Forged("its signature has no time, or several")
     _check_time(times[0], now, tolerance)
-    _check_signatures(
-        keys,
-        times[0].encode() + b"." + body,
-        hashlib.sha256,
-        [_hex(value) for name, _, value in pairs if name.strip() == "v1"],
-    )
-    return hashlib.sha256(body).hexdigest()
+    given = [_hex(value) for name, _, value in pairs if name.strip() == "v1"]
+    return Claim(_limited(given), (times[0].encode() + b".", None))
 
 
-def house(
-    keys: Sequence[bytes], headers: Headers, body: bytes, now: float, tolerance: float, shape: Shape
-) -> str:
-    """Verify another HMAC over the body, and over the headers that `shape.signed` names.
+def read_house(headers: Headers, now: float, tolerance: float, shape: Shape) -> Claim:
+    """Read another HMAC over the body, and over the headers that `shape.signed` names.
 
     The event is identified by the hash of the signed text.
     """
@@ -131,20 +146,18 @@ def house(
     given = _hex(text) if shape.encoding == "hex" else canonical_base64(text)
     if shape.timestamp:
         _check_time(only(headers, shape.timestamp), now, tolerance)
-    signed = b""
+    signed: list[bytes | None] = []
     for i, part in enumerate(_PLACEHOLDER.split(shape.signed)):  # parts with odd index are names
-        signed += (
-            part.encode()
-            if i % 2 == 0
-            else body
-            if part.lower() == "body"
-            else only(headers, part.lower()).encode("latin-1")
-        )
-    _check_signatures(keys, signed, DIGESTS[shape.algorithm], [given])
-    return hashlib.sha256(signed).hexdigest()
+        if i % 2 == 0:
+            signed.append(part.encode())
+        elif part.lower() == "body":
+            signed.append(None)
+        else:
+            signed.append(only(headers, part.lower()).encode("latin-1"))
+    return Claim([given], signed, shape.algorithm, hash_text=True)
 
 
-def bearer(keys: Sequence[bytes], headers: Headers) -> None:
+def check_bearer(keys: Sequence[bytes], headers: Headers) -> None:
     """Verify Authorization: Bearer ….
 
     The token does not depend on the request, so it does not confirm its contents.
@@ -155,18 +168,10 @@ def bearer(keys: Sequence[bytes], headers: Headers) -> None:
         raise Forged("its bearer token is not valid")
 
 
-def _check_signatures(
-    keys: Sequence[bytes],
-    signed: bytes,
-    digest: Callable[..., hashlib._Hash],
-    given: Sequence[bytes],
-) -> None:
-    """Compare every pair, even after a match, so that the time does not reveal the result."""
+def _limited(given: Sequence[bytes]) -> Sequence[bytes]:
     if not 0 < len(given) <= MAX_SIGNATURES:
         raise Forged(f"it has {len(given)} signatures of a known kind")
-    wanted = [hmac.new(key, signed, digest).digest() for key in keys]
-    if not sum(hmac.compare_digest(w, g) for w in wanted for g in given):
-        raise Forged("no signature fits")
+    return given
 
 
 def _check_time(text: str, now: float, tolerance: float) -> None:

@@ -403,23 +403,10 @@ class WorkerProcess:
 
     def _open_listener(self) -> Listener:
         # Imported here, because most pipelines have no webhook and need no HTTP server.
-        from penstock.intake.endpoint import Endpoint, Hook
-        from penstock.intake.http_server import Listener
+        from penstock.runtime.serving import open_listener
 
-        c = self.config.serve
-        hooks = [Hook(source, spec.url, self._intake(spec)) for source, spec in self.served]
-        endpoint = Endpoint(hooks, self.stores.uow, self.clock, worker=self.id, timeout=c.timeout)
-        lock = self.config.state.dir / f"serve-{c.host}-{c.port or self.id}.lock"
-        return Listener(
-            endpoint,
-            host=c.host,
-            port=c.port,
-            connections=c.max_connections,
-            timeout=c.timeout,
-            grace=self.config.grace,
-            lock=lock,
-            clock=self.clock,
-        )
+        hooks = [(source, spec.url, self._intake(spec)) for source, spec in self.served]
+        return open_listener(self.config, hooks, self.stores.uow, self.clock, worker=self.id)
 
     def _open_workers(
         self,

@@ -20,7 +20,7 @@ from penstock.ports import Batch, Finding
 from penstock.rules import signatures
 from penstock.rules.expressions import Expression, Unfit
 from penstock.rules.masking import mask
-from penstock.rules.signatures import Forged, Headers, Shape
+from penstock.rules.signatures import Claim, Forged, Headers, Shape
 from penstock.sources.base import BATCH, BaseSource, SourceContext, options
 from penstock.sources.webhook_bodies import MAX_ATTRIBUTE, Item, items, media
 
@@ -218,7 +218,7 @@ class Webhook(BaseSource):
 
     # -- requests ----------------------------------------------------------------------------------
 
-    def screen(self, method: str, headers: Headers) -> None:
+    def screen(self, method: str, headers: Headers, now: float) -> Claim | None:
         if method != "POST":
             raise RequestRefused(405, "a webhook accepts only POST", hint="curl -X POST")
         if self.local and not _is_local(headers):
@@ -235,48 +235,43 @@ class Webhook(BaseSource):
             )
         if len(length) > 18 or int(length) > self.max_body:
             raise self._too_large()
+        try:
+            return self._claim(headers, now)
+        except Forged as e:
+            raise _unsigned(e) from None
 
     def _too_large(self) -> RequestRefused:
         return RequestRefused(
             413, f"the body is larger than {self.max_body} bytes", hint="send several requests"
         )
 
-    def findings(self, method: str, headers: Headers, body: bytes, now: float) -> list[Finding]:
-        self.screen(method, headers)
+    def _claim(self, headers: Headers, now: float) -> Claim | None:
+        """Return the signature to verify. The headers of a bearer token are verified at once."""
+        match self.signed:
+            case "standard":
+                return signatures.read_standard(headers, now, self.tolerance)
+            case "github":
+                return signatures.read_github(headers)
+            case "stripe":
+                return signatures.read_stripe(headers, now, self.tolerance)
+            case "hmac":
+                assert self._shape is not None
+                return signatures.read_house(headers, now, self.tolerance, self._shape)
+            case "bearer":
+                signatures.check_bearer(self._keys, headers)
+        return None
+
+    def verify(self, claim: Claim | None, body: bytes) -> str | None:
         if len(body) > self.max_body:  # checked before the body is hashed
             raise self._too_large()
-        signed_id = self._verify(headers, body, now)
+        try:
+            return claim.verify(self._keys, body) if claim is not None else None
+        except Forged as e:
+            raise _unsigned(e) from None
+
+    def findings(self, headers: Headers, body: bytes, signed_id: str | None) -> list[Finding]:
         found = items(headers, body, self.max_items)
         return [self._finding(item, i, signed_id, headers) for i, item in enumerate(found)]
-
-    def _verify(self, headers: Headers, body: bytes, now: float) -> str | None:
-        """Verify the signature. Return the id of the event that it covers, or None.
-
-        Raises RequestRefused if the signature is wrong.
-        """
-        try:
-            match self.signed:
-                case "standard":
-                    return signatures.standard(self._keys, headers, body, now, self.tolerance)
-                case "github":
-                    return signatures.github(self._keys, headers, body)
-                case "stripe":
-                    return signatures.stripe(self._keys, headers, body, now, self.tolerance)
-                case "hmac":
-                    assert self._shape is not None
-                    return signatures.house(
-                        self._keys, headers, body, now, self.tolerance, self._shape
-                    )
-                case "bearer":
-                    signatures.bearer(self._keys, headers)
-        except Forged as e:
-            raise RequestRefused(
-                401,
-                "the request has no valid signature or token",
-                hint="check the secret of the webhook and the clocks of both machines",
-                why=str(e),
-            ) from None
-        return None
 
     def _finding(self, item: Item, index: int, signed_id: str | None, headers: Headers) -> Finding:
         """Make a finding from an item.
@@ -341,6 +336,15 @@ class Webhook(BaseSource):
             if self.signed
             else "unsigned" + (", this machine only" if self.local else "")
         )
+
+
+def _unsigned(e: Forged) -> RequestRefused:
+    return RequestRefused(
+        401,
+        "the request has no valid signature or token",
+        hint="check the secret of the webhook and the clocks of both machines",
+        why=str(e),
+    )
 
 
 def _header_id(headers: Headers) -> str | None:

@@ -1,0 +1,109 @@
+"""The memory of request bodies: the oldest incomplete body is dropped, an unsigned one first."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import RequestRefused
+from penstock.intake.bodies import Body, BodyBudget
+
+
+class Reading:
+    """A request that reads its body."""
+
+    def __init__(self, budget: BodyBudget, signed: bool) -> None:
+        self.budget, self.dropped = budget, False
+        self.body: Body = budget.open(signed, self._drop)
+
+    def _drop(self) -> None:
+        self.dropped = True
+
+    def gets(self, size: int) -> bool:
+        """Receive bytes. Return whether there is memory for them."""
+        try:
+            self.budget.add(self.body, b"x" * size)
+        except RequestRefused:
+            return False
+        return True
+
+
+def test_the_oldest_incomplete_body_is_dropped_for_a_new_one() -> None:
+    budget = BodyBudget(100)
+    first, second, third = (Reading(budget, True) for _ in range(3))
+    assert first.gets(40)
+    assert second.gets(40)
+    assert third.gets(30)
+    assert (first.dropped, second.dropped, third.dropped) == (True, False, False)
+    assert budget.held == 70
+    assert not first.gets(1), "the dropped body is not counted again"
+
+
+def test_an_unsigned_body_is_dropped_before_an_older_signed_one() -> None:
+    budget = BodyBudget(100)
+    signed, unsigned, other = Reading(budget, True), Reading(budget, False), Reading(budget, True)
+    assert signed.gets(60)
+    assert unsigned.gets(30)
+    assert other.gets(20)
+    assert (signed.dropped, unsigned.dropped) == (False, True)
+
+
+def test_unsigned_bodies_use_at_most_half_of_the_memory() -> None:
+    budget = BodyBudget(100)
+    signed = Reading(budget, True)
+    assert signed.gets(10)
+    unsigned = [Reading(budget, False) for _ in range(5)]
+    assert all(each.gets(20) for each in unsigned)
+    assert [each.dropped for each in unsigned] == [True, True, True, False, False]
+    assert not signed.dropped
+
+
+def test_a_complete_body_is_never_dropped_and_stays_counted() -> None:
+    budget = BodyBudget(100)
+    complete, late = Reading(budget, True), Reading(budget, True)
+    assert complete.gets(80)
+    assert budget.complete(complete.body) == b"x" * 80
+    assert not late.gets(30)
+    assert not complete.dropped
+    assert budget.held == 80
+    budget.close(complete.body)
+    budget.close(complete.body)
+    assert budget.held == 0
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["open", "add", "complete", "close"]), st.integers(0, 60)),
+        max_size=60,
+    )
+)
+def test_bodies_never_hold_more_than_the_limit(steps: list[tuple[str, int]]) -> None:
+    budget, readings = BodyBudget(100), list[Reading]()
+    done = set[Reading]()
+    for what, n in steps:
+        if what == "open" or not readings:
+            readings.append(Reading(budget, n % 2 == 0))
+            continue
+        reading = readings[n % len(readings)]
+        if what == "add" and reading not in done:
+            reading.gets(n)
+        elif what == "complete" and reading not in done and not reading.dropped:
+            budget.complete(reading.body)
+            done.add(reading)
+        elif what == "close":
+            budget.close(reading.body)
+            done.add(reading)
+        assert budget.held <= 100
+        assert budget.held == sum(each.body.size for each in readings)
+        assert sum(each.body.size for each in readings if not each.body.signed) <= 50
+    for reading in readings:
+        budget.close(reading.body)
+    assert budget.held == 0
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_a_single_body_over_the_limit_is_dropped_itself(signed: bool) -> None:
+    reading = Reading(BodyBudget(100), signed)
+    assert not reading.gets(101)
+    assert reading.dropped
