@@ -78,15 +78,20 @@ def measure(
     seconds: float = 8.0,
     rate: int = 20,
     until: Callable[[Ground], object] | None = None,
+    pipeline: str = SHOP,
+    during: Callable[[Ground, bool], contextlib.AbstractContextManager[None]] | None = None,
     **options: str,
 ) -> Measured:
     """Run the project for `seconds` from the first request to the healthy site on.
 
     `rate` is the number of requests a second for each host. With `until`, the attacked run
     continues until it returns a true value, so that the attack is really received.
+    `during` is entered for the time of the measurement. Its second argument tells whether the run
+    is attacked. It is for attacks by clients of the project, and checks their results itself.
     `options` are options of the project, such as `fetch_concurrency="16"`.
     """
     with ground(directory) as g:
+        g.project.write("shop.py", pipeline)
         g.project.set(pace_rate=str(rate), **options)
         attacked = list(attack(g)) if attack is not None else []
         if attacked:
@@ -99,7 +104,8 @@ def measure(
         wait_for(lambda: _pages(g) or running.ended, "the healthy site gets a request", 120)
         assert not running.ended, running.output
         began = time.time()
-        with _sampled_memory(g.project) as peak:
+        client = during(g, attack is not None) if during is not None else contextlib.nullcontext()
+        with _sampled_memory(g.project) as peak, client:
             time.sleep(seconds)
             pages = sum(e.at / 1e6 <= began + seconds for e in _answered(g))
             if attack is not None and until is not None:
