@@ -144,6 +144,7 @@ def serving(directory: Path, nice: int) -> Iterator[int]:
     (directory / "shop.py").write_text(PIPELINE)
     core = {SERVER_CORE} if (os.cpu_count() or 1) > 1 else {0}
     command = [sys.executable, "-m", "penstock.cli.main", "serve", "shop.py", "--port", str(PORT)]
+    command += ["-o", "serve.max_per_address=256"]  # all senders have one address
     with (directory / "serve.log").open("wb") as log:
         process = subprocess.Popen(
             command,
