@@ -21,7 +21,6 @@ from penstock.authoring.pipeline import Pipeline
 from penstock.errors import RequestRefused
 from penstock.net.headers import parse_head
 from penstock.rules.identity import BadUrl, canonical_url
-from penstock.rules.signatures import Forged, Shape, github, house, standard, stripe
 from penstock.sources import feed_parser, sitemap_parser, webhook_bodies
 from penstock.sources.api_parser import ApiError, ItemFormat, next_link
 from penstock.sources.kafka.messages import Message, MessageReader
@@ -280,34 +279,6 @@ def test_the_head_of_a_response_takes_linear_time_and_memory(shape: str) -> None
 @pytest.mark.parametrize("part", [b"1", b"1 ", b"T", b"+00:00 "])
 def test_dates_take_linear_time_and_memory(part: bytes) -> None:
     grows_linearly(repeat(b"2026", part), lambda body: parse_date(body.decode()))
-
-
-@pytest.mark.parametrize(
-    ("verify", "part"),
-    [("standard", b"v1,YQ== "), ("github", b"a"), ("stripe", b"v1=aa,"), ("house", b"a")],
-)
-def test_signatures_take_linear_time_and_memory(verify: str, part: bytes) -> None:
-    def check(body: bytes) -> None:
-        text = body.decode()
-        headers = {
-            "webhook-id": ["a"],
-            "webhook-timestamp": ["0"],
-            "webhook-signature": [text],
-            "x-hub-signature-256": [text],
-            "stripe-signature": [text],
-            "x-signature": [text],
-        }
-        match verify:
-            case "standard":
-                standard([b"k"], headers, body, 0.0, 300.0)
-            case "github":
-                github([b"k"], headers, body)
-            case "stripe":
-                stripe([b"k"], headers, body, 0.0, 300.0)
-            case _:
-                house([b"k"], headers, body, 0.0, 300.0, Shape("x-signature"))
-
-    grows_linearly(repeat(b"", part), quietly(check, Forged))
 
 
 # -- pgoutput --------------------------------------------------------------------------------------
