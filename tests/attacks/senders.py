@@ -136,7 +136,7 @@ def tiny_chunks(s: Stranger) -> None:
     head = s.head(0, forged=True).replace(b"content-length: 0", b"transfer-encoding: chunked")
     while True:
         with contextlib.suppress(OSError), s.connect() as connection:
-            connection.sendall(head + b"1\r\n \r\n" * 100_000)
+            connection.sendall(head + b"1\r\n \r\n" * 100_000 + b"0\r\n\r\n")
             while connection.recv(65536):
                 pass
 
