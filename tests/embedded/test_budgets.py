@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from tests.embedded.test_books import Rig
 
+from penstock.model import Link
 from penstock.rules.budgets import DAY, Limits, Run, day_end, day_of, describe, key_of
+from penstock.rules.links import pack
 
 SITE = "http://shop.test/"
 
@@ -202,6 +204,18 @@ async def test_only_the_first_links_of_a_page_are_followed(rigs: Rigs) -> None:
     await rig.succeed(begun, links=[f"{SITE}{n}" for n in range(10)])
     assert accepted(rig) == ["0", "1", "2"]
     assert rig.count("followed_over_page") == 7
+
+
+async def test_the_limit_of_a_page_also_counts_its_packed_links(rigs: Rigs) -> None:
+    rig = rigs(links_per_page=130)
+    await push(rig, "a")
+    (begun,) = await rig.start("a")
+    links = [Link(url=f"{SITE}{n}", extractor="x") for n in range(255)]
+    await rig.conclude(begun, "success", body=b"page", links=links[:5], more_links=pack(links[5:]))
+    while await rig.lifecycle.feeder.feed():
+        pass
+    assert sorted(accepted(rig), key=int) == [str(n) for n in range(130)]
+    assert rig.count("followed_over_page") == 125
 
 
 async def test_a_link_of_an_earlier_run_is_charged_to_the_run_that_fetches_it(

@@ -64,6 +64,22 @@ def fails(suite: type[Any], test: str, directory: Path) -> bool:
     [
         pytest.param(
             LEDGER,
+            "penstock.ledgers.sql.budgets",
+            "used=budget.used+excluded.used",
+            "used=excluded.used",
+            "test_a_charge_returns_the_amount_that_was_used_before",
+            id="a budget forgets what was used",
+        ),
+        pytest.param(
+            LEDGER,
+            "penstock.ledgers.sql.budgets",
+            "e.waits_for=? || b.what)",
+            "e.waits_for=? || b.period)",
+            "test_unchanged_budgets_are_pruned_except_those_that_events_wait_for",
+            id="the budget of a waiting event is pruned",
+        ),
+        pytest.param(
+            LEDGER,
             "penstock.ledgers.sql.events",
             '_CURRENT = "n=? AND fence=? AND',
             '_CURRENT = "n=? AND fence>=? AND',

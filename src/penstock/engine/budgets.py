@@ -41,6 +41,7 @@ from penstock.rules.reasons import sentence
 from penstock.rules.waiting import RECHECK
 
 log = logging.getLogger("penstock.budgets")
+MAX_PROXIES = 20_000  # proxies whose pools are remembered
 BATCH = 1000  # events that become due in one transaction
 TOPIC, GROUP = "requests", "main"
 
@@ -210,6 +211,8 @@ class Traffic:
 
     def use(self, pool: str, proxy: str) -> None:
         if pool in self.limits.pool_bytes:
+            if len(self._pools) >= MAX_PROXIES:  # lists of proxies change
+                self._pools.clear()
             self._pools[proxy].add(pool)
 
     def is_spent(self, what: str) -> bool:
