@@ -88,6 +88,10 @@ def parse(body: bytes, content_type: str | None) -> Feed:
 
 def _xml(text: str, size: int) -> Feed:
     root = _tree(text, size)
+    if "xml:base" in text:
+        # Every link below reads it, so a long one would cost its length for each link.
+        for element in root.xpath(f"//*[string-length(@xml:base) > {MAX_BASE}]"):
+            del element.attrib[_BASE]
     name = _local(root)
     if name == "html":
         raise UnreadableDocument("is an HTML page")
@@ -325,7 +329,7 @@ def _absolute(element: Any, url: str) -> str:
         and len(url) <= MAX_BASE
         and not re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", url)
     ):
-        if (base := place.get(_BASE)) and len(base) <= MAX_BASE:
+        if base := place.get(_BASE):
             try:
                 url = urljoin(base.strip(), url)
             except ValueError:
