@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import time
 from collections.abc import Callable
 
 import pytest
@@ -78,3 +79,23 @@ def test_a_bomb_of_empty_gzip_members_is_refused() -> None:
 
 def test_bytes_after_the_last_gzip_member_are_ignored() -> None:
     assert gunzip(gzip.compress(b"a") + gzip.compress(b"b") + b"\0\0 junk", 99) == b"ab"
+
+
+def test_quotes_that_never_close_are_not_searched_for_each_line() -> None:
+    # Each of these lines begins a field that stays open until the end of the search, 64 KiB later.
+    body = b"url\n" + b'x","\n' * 20_000
+    began = time.thread_time()
+    read_lines(body, delimiter=",")
+    assert time.thread_time() - began < 5  # seconds. Without the limit it takes 37 s.
+
+
+def test_a_record_of_several_lines_is_read_after_a_stray_quote() -> None:
+    body = b'url,text\n"stray\n' + b"a,b\n" * 20_000 + b'"x\ny",z\n'
+    lines = Lines(Stream(Given(body), LIMITS, gzip=False), LIMITS, delimiter=",")
+    records = []
+    while not lines.ended:
+        lines.budget = 8
+        while (record := lines.record()) is not None:
+            records.append(record)
+    assert [r.raw for r in records if r.wrong] == [b'"stray']
+    assert records[-1].raw == b'"x\ny",z'
