@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import pytest
 from tests.attacks.harness import Ground, ground, survives
 from tests.e2e.harness import product, wait_for
+from tests.servers import Handle
 
 from penstock.testing.web import Reply, Request, reply
 
@@ -37,9 +39,17 @@ def test_a_link_bomb_does_not_disturb_other_hosts(tmp_path: Path) -> None:
     survives(tmp_path, bomb, until=all_bombs_received, intake_max_pending="2500")
 
 
-def test_a_push_is_answered_within_5_s_while_a_link_bomb_is_processed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "store", ["sqlite", pytest.param("postgres", marks=pytest.mark.server("postgres"))]
+)
+def test_a_push_is_answered_within_5_s_while_a_link_bomb_is_processed(
+    tmp_path: Path, store: str, server: Callable[[str], Handle]
+) -> None:
     with ground(tmp_path / "project") as g:
         g.project.set(pace_rate="20", intake_max_pending=MAX_PENDING)
+        if store == "postgres":
+            namespace = f"t{g.project.mark[:12]}"
+            g.project.set(broker_url=server("postgres").url, namespace=namespace)
         g.project.push(*bomb(g))
         running = g.project.start("run", "shop.py")
         times = []

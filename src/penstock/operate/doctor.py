@@ -299,6 +299,10 @@ def _accounting(a: Audit) -> Finding:
             forgotten += noted - counted
         elif noted != counted:
             wrong.append(f"{key[0]}: {noted:,} {key[1]} in the counters, {counted:,} in the rows")
+    if a.links_waiting != a.links_stored:
+        wrong.append(
+            f"{a.links_waiting:,} waiting links in the counter, {a.links_stored:,} in the rows"
+        )
     accepted = sum(a.counters.values())
     if a.entered is not None and (
         accepted != a.entered or forgotten != a.entered - sum(a.rows.values())

@@ -107,6 +107,8 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
 
     counters: dict[tuple[str, str], int]  # (topic, status) -> counter
     rows: dict[tuple[str, str], int]  # (topic, status) -> rows
+    links_waiting: int  # counter of links that wait for room
+    links_stored: int  # links in the stored chunks
     entered: int | None  # events ever inserted, None if the store does not count them
     queue: QueueAudit
     unqueued: list[str]  # ids of the first five open events without a message

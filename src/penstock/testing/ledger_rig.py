@@ -306,5 +306,6 @@ class LedgerRig(StoreRig[UnitOfWork]):
         rows.update(deleted or {})
         assert dict(counted) == dict(rows), "a counter differs from the number of its events"
         assert audit.letterless == 0, "a dead letter belongs to an event that is not dead"
+        assert audit.links_waiting == audit.links_stored, "the counter of links differs from rows"
         pending = await ledger.read(lambda tx: tx.counters.pending(TOPIC))
         assert pending == sum(rows[status] for status in OPEN)

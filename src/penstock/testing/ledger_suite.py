@@ -17,6 +17,7 @@ from typing import Any
 from penstock.model import decode_event, encode_event, page_id
 from penstock.ports import NewEvent, Start, Transaction, UnitOfWork
 from penstock.testing.ledger_budgets import LedgerBudgets
+from penstock.testing.ledger_links import LedgerLinks
 from penstock.testing.ledger_lookups import LedgerLookups
 from penstock.testing.ledger_maintenance import LedgerMaintenance
 from penstock.testing.ledger_outbox import LedgerOutbox
@@ -36,7 +37,9 @@ class Undo(Exception):
     """Raised by a test to roll a transaction back."""
 
 
-class LedgerConformance(LedgerBudgets, LedgerLookups, LedgerMaintenance, LedgerOutbox, LedgerWalk):
+class LedgerConformance(
+    LedgerBudgets, LedgerLinks, LedgerLookups, LedgerMaintenance, LedgerOutbox, LedgerWalk
+):
     """The tests of the suite. See `ledger_rig` for the hooks that a subclass may define."""
 
     # -- accepting ---------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from penstock.ledgers.sql.dead_letters import SqlDeadLetterReports
-from penstock.ports import OPEN, QueueAudit, QueueReports, Status
+from penstock.ports import LINKS_WAITING, OPEN, QueueAudit, QueueReports, Status
 from penstock.ports.reports import (
     SCAN,
     Audit,
@@ -117,6 +117,14 @@ class SqlReports(SqlDeadLetterReports):
                     "SELECT topic, status, count(*) FROM event GROUP BY topic, status"
                 )
             },
+            links_waiting=int(
+                self._tx.execute(
+                    "SELECT coalesce(sum(n), 0) FROM counter WHERE name=?", (LINKS_WAITING,)
+                ).get
+            ),
+            links_stored=int(
+                self._tx.execute("SELECT coalesce(sum(links), 0) FROM waiting_links").get
+            ),
             entered=entered,
             queue=queue,
             unqueued=unqueued[:5],
