@@ -88,6 +88,28 @@ class Room:
         self._left[topic] -= events
 
 
+class _OpenUrls:
+    """Claims and open events of the URLs of some links.
+
+    One query for all URLs, because each query of PostgreSQL waits for the answer of the server.
+    """
+
+    def __init__(self, tx: Transaction, session: ClaimSession, keys: Sequence[bytes]) -> None:
+        self._tx, self._session = tx, session
+        self._open = tx.lookup.with_open(keys)
+        self._holders = session.holders(tx, keys)
+
+    def is_fresh(self, key: bytes, since: float) -> bool:
+        """Return True if the URL was requested after `since`, or if an event for it is open."""
+        if key in self._open:
+            return True
+        if key in self._holders:
+            holder = self._holders[key]
+        else:
+            holder = self._session.holder(self._tx, key)
+        return holder is not None and self._tx.lookup.is_fresh(holder.owner, since)
+
+
 class LinkAcceptor:
     """Decides which links become child events, and inserts these events."""
 
@@ -186,20 +208,25 @@ class LinkAcceptor:
         s = self._settings
         home = host_key(parent.url, by="domain") if s.follow_same_domain else None
         gate = LinkGate(tx, s, parent, tokens, now)
-        children = []
+        candidates: list[tuple[Link, Event]] = []
         for link in links:
             try:
                 url = canonical_url(link.url)
             except BadUrl:
                 count["followed_bad"] += 1
                 continue
-            host = host_key(url, by=s.host_by)
-            refused, charges = self._refusal(tx, session, parent, link, url, host, home, gate, now)
+            candidates.append((link, _child_of(parent, link, url, host_key(url, by=s.host_by))))
+        urls = _OpenUrls(tx, session, [self._url_key(child.url) for _, child in candidates])
+        known = tx.lookup.known([child.id for _, child in candidates])
+        children = []
+        for link, child in candidates:
+            refused, charges = self._refusal(
+                tx, urls, parent, link, child.url, child.key, home, gate, now
+            )
             if refused is not None:
                 count[refused] += 1
                 continue
-            child = _child_of(parent, link, url, host)
-            if not tx.lookup.known([child.id]):
+            if child.id not in known:
                 children.append(child)
                 gate.charge(charges)
                 count["followed"] += 1
@@ -210,7 +237,7 @@ class LinkAcceptor:
     def _refusal(
         self,
         tx: Transaction,
-        session: ClaimSession,
+        urls: _OpenUrls,
         parent: Event,
         link: Link,
         url: str,
@@ -235,7 +262,7 @@ class LinkAcceptor:
         if not tx.lookup.add_to_trace(parent.trace, key, now):
             return "followed_seen", ()
         window = s.follow_window if link.window is None else link.window
-        if url == parent.url or _is_fresh(tx, session, key, now - window):
+        if url == parent.url or urls.is_fresh(key, now - window):
             return "followed_fresh", ()
         return None, charges
 
@@ -255,11 +282,3 @@ def _child_of(parent: Event, link: Link, url: str, host: str) -> Event:
         parent=parent.id,
         window=link.window,
     )
-
-
-def _is_fresh(tx: Transaction, session: ClaimSession, key: bytes, since: float) -> bool:
-    """Return True if the URL was requested after `since`, or if an event for the URL is open."""
-    holder = session.holder(tx, key)
-    if holder is not None and tx.lookup.is_fresh(holder.owner, since):
-        return True
-    return tx.lookup.has_open(key)

@@ -168,8 +168,8 @@ class EventLookup(Protocol):
     def is_fresh(self, id: str, since: float) -> bool:
         """Return True if the event is open, or if it succeeded and was requested after `since`."""
 
-    def has_open(self, url_key: bytes) -> bool:
-        """Return True if an event for this URL is open and waits to be fetched."""
+    def with_open(self, url_keys: Sequence[bytes]) -> set[bytes]:
+        """Return those URLs for which an event is open and waits to be fetched."""
 
     def failures(self, n: int) -> dict[str, int]:
         """Return recorded failures by error class, since the start of the current budget."""

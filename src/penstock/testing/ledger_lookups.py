@@ -112,11 +112,12 @@ class LedgerLookups(LedgerRig):
         event = new_event("e1")
         await self.accept(ledger, event)
         key, before = key_of(event), self.now()
-        assert await ledger.read(lambda tx: tx.lookup.has_open(key))
+        none = b"no event"
+        assert await ledger.read(lambda tx: tx.lookup.with_open([none, key])) == {key}
         assert await ledger.read(lambda tx: tx.lookup.is_fresh("e1", before + 999))
         begun = await self.begin(ledger, event)
         await self.end(ledger, begun, "success")
-        assert not await ledger.read(lambda tx: tx.lookup.has_open(key))
+        assert not await ledger.read(lambda tx: tx.lookup.with_open([none, key]))
         assert await ledger.read(lambda tx: tx.lookup.is_fresh("e1", before - 1))
         assert not await ledger.read(lambda tx: tx.lookup.is_fresh("e1", self.now() + 1))
         assert not await ledger.read(lambda tx: tx.lookup.is_fresh("unknown", 0.0))

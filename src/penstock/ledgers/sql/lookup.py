@@ -103,16 +103,15 @@ class SqlEventLookup(LedgerTable):
             or (row[0] == "success" and (row[1] or 0.0) >= since)
         )
 
-    def has_open(self, key: bytes) -> bool:
-        """Return True if one of the 8 newest events of this URL is pending or delayed."""
-        newest = "SELECT status FROM event WHERE url_key=? ORDER BY n DESC LIMIT 8"
-        return (
-            self._tx.execute(
-                f"SELECT 1 FROM ({newest}) AS newest WHERE status IN ('pending','delayed') LIMIT 1",
-                (key,),
-            ).get
-            is not None
-        )
+    def with_open(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Return the URLs of which one of the 8 newest events is pending or delayed."""
+        newest = "SELECT url_key, status FROM event WHERE url_key=? ORDER BY n DESC LIMIT 8"
+        found = self._tx.executemany(
+            f"SELECT url_key FROM ({newest}) AS newest"
+            " WHERE status IN ('pending','delayed') LIMIT 1",
+            [(key,) for key in keys],
+        ).fetchall()
+        return {bytes(key) for (key,) in found}
 
     def failures(self, n: int) -> dict[str, int]:
         """Return recorded failures by error class, since the event was last dead.
