@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.embedded.test_books import Rig
 
 from penstock.model import Link
+from penstock.ports import MAX_CAUSES
 from penstock.rules.budgets import DAY, Limits, Run, day_end, day_of, describe, key_of
 from penstock.rules.links import pack
 
@@ -47,6 +49,14 @@ async def push(rig: Rig, *names: str, host: str = "shop.test") -> None:
 
 async def started(rig: Rig) -> list[str]:
     return sorted([e.id for _, e, _, _ in await rig.start()])
+
+
+async def start_all(rig: Rig) -> int:
+    """Start all events that are due. A worker receives a part of them at a time."""
+    found = 0
+    while held := await rig.receive(500):
+        found += len(await rig.begin(await rig.admit(held)))
+    return found
 
 
 async def waits(rig: Rig) -> dict[str, int]:
@@ -147,6 +157,68 @@ async def test_a_daily_budget_delays_the_rest_until_the_utc_day_ends(rigs: Rigs)
     rig.clock.advance(1.5)
     assert await started(rig) == ["b"]
     assert await waits(rig) == {}
+
+
+async def test_an_event_is_released_behind_1000_budgets_that_are_used_up(rigs: Rigs) -> None:
+    rig = rigs(pages_per_host=1, pages_per_run=10_000)
+    for n in range(MAX_CAUSES + 1):
+        await push(rig, f"a{n}", f"b{n}", host=f"h{n}.test")
+    assert await start_all(rig) == MAX_CAUSES + 1
+    # This event waits for the run of an earlier command, after all hosts in the order of causes.
+    assert len(await waits(rig)) == MAX_CAUSES + 1
+    earlier = rigs(run="r0", pages_per_run=1)
+    await push(earlier, "a", "late", host="other.test")
+    assert await started(earlier) == ["a"]
+    for _ in range(2):  # each call reads up to 1,000 budgets
+        if await refresh(rig):
+            break
+    assert await started(rig) == ["late"]
+    await push(earlier, "later", host="other.test")
+    assert await started(earlier) == []
+    assert await rig.engine.budgets.refresh_all() == 1
+    assert await rig.engine.budgets.refresh_all() == 0
+    rig.assert_queued()
+
+
+async def test_budgets_that_are_used_up_cause_no_transaction_every_second(rigs: Rigs) -> None:
+    rig = rigs(pages_per_host=1)
+    for n in range(20):
+        await push(rig, f"a{n}", f"b{n}", host=f"h{n}.test")
+    await started(rig)
+    written = []
+    write = rig.uow.write
+
+    async def counted(*args: Any, **kwargs: Any) -> Any:
+        written.append(args)
+        return await write(*args, **kwargs)
+
+    rig.uow.write = counted  # type: ignore[method-assign]
+    assert await refresh(rig) == 0
+    assert written == []
+
+
+async def test_a_process_that_does_not_fetch_leaves_events_of_a_run_to_others(
+    rigs: Rigs,
+) -> None:
+    rig = rigs(pages_per_run=1)
+    await push(rig, "a", "b")
+    assert await started(rig) == ["a"]
+    sink = rigs(run="r2", pages_per_run=1)
+    assert await sink.engine.budgets.refresh(fetches=False) == 0
+    assert await waits(rig) == {"budget:pages:run:r1": 1}
+    assert await sink.engine.budgets.refresh(fetches=True) == 1
+
+
+async def test_many_budgets_are_released_in_few_transactions(rigs: Rigs) -> None:
+    rig = rigs(pages_per_host=1)
+    for n in range(60):
+        await push(rig, *(f"e{n}.{i}" for i in range(4)), host=f"h{n}.test")
+    await start_all(rig)
+    more = rigs(run="r2", pages_per_host=3)
+    assert await refresh(more) == 120
+    assert await start_all(more) == 120
+    assert sum((await waits(rig)).values()) == 60
+    rig.assert_queued()
 
 
 async def test_a_worker_without_limits_sends_no_statement_for_budgets(rigs: Rigs) -> None:

@@ -13,6 +13,7 @@ from penstock.engine.settings import LifecycleSettings
 from penstock.errors import StoreUnavailable
 from penstock.model import Ack, Event, Link, Outcome, Reason, Retry
 from penstock.ports import (
+    MAX_CAUSES,
     OPEN,
     Admitted,
     Clock,
@@ -261,6 +262,7 @@ class Budgets:
         self._limits, self._run = settings.budgets, settings.run.id
         self._started = clock.now()
         self._logged: set[str] = set()
+        self._after = ""  # last cause that `refresh` has read, or "" to start again
 
     async def finish(self) -> None:
         """Save the bytes and log new traps, before the worker stops."""
@@ -272,18 +274,54 @@ class Budgets:
         if self._limits.traps:
             self._log(await self._uow.read(lambda tx: tx.budgets.traps()))
 
-    async def refresh(self) -> int:
+    async def refresh(self, *, fetches: bool = True) -> int:
         """Save the bytes, log new traps, and make events due. Return how many became due.
 
-        Called at the start, and every second.
+        Called at the start, and every second. Looks at up to 1,000 budgets, and the next call looks
+        at the next ones. `fetches` is False if this process starts no events.
         """
         await self._save()
-        released = 0
-        for cause in await self._uow.read(lambda tx: tx.maintenance.causes(BUDGET)):
-            released += await self._uow.write(partial(self._release, cause.removeprefix(BUDGET)))
+        self._after, causes = await self._uow.read(partial(self._next_causes, fetches))
+        released = done = 0
+        while done < len(causes):
+            some, read = await self._uow.write(partial(self._release, causes[done:]))
+            released, done = released + some, done + read
         if released:
             self._topics.wake([TOPIC])
         return released
+
+    async def refresh_all(self, *, fetches: bool = True) -> int:
+        """As refresh, until some events became due or all budgets have been read."""
+        self._after = ""
+        while not (released := await self.refresh(fetches=fetches)) and self._after:
+            pass
+        return released
+
+    def _next_causes(self, fetches: bool, tx: Transaction) -> tuple[str, list[str]]:
+        """Return the last of the next causes of waits, and those causes whose budget has room."""
+        found = tx.maintenance.causes(BUDGET, after=self._after)
+        last = found[-1] if len(found) == MAX_CAUSES else ""
+        if not fetches:
+            # The run of this process starts no events, so its own budget of pages is never used.
+            found = [cause for cause in found if not cause.startswith(BUDGET + RUN)]
+        now = self._clock.now()
+        limited = [b for c in found if self._limits.of(b := self._budget_of(c))]
+        used = tx.budgets.used([key_of(b, now) for b in limited]) if limited else {}
+        return last, [c for c in found if self._room(self._budget_of(c), used, now) > 0]
+
+    def _budget_of(self, cause: str) -> str:
+        """Return the budget whose room releases the events that wait for a cause.
+
+        A new run has its own budget, so it takes the events that wait for the budget of an earlier
+        run.
+        """
+        what = cause.removeprefix(BUDGET)
+        return RUN + self._run if what.startswith(RUN) else what
+
+    def _room(self, budget: str, used: Mapping[Key, int], now: float) -> int:
+        """Return how many events may become due now."""
+        limit = self._limits.of(budget)
+        return min(BATCH, limit - used.get(key_of(budget, now), 0)) if limit else BATCH
 
     def _log(self, found: Sequence[StoppedTrap]) -> None:
         for trap in found:
@@ -293,26 +331,26 @@ class Budgets:
                 )
         self._logged = {trap.template for trap in found if trap.at >= self._started}
 
-    def _release(self, what: str, tx: Transaction) -> int:
-        """Make events due that wait for a budget with room.
+    def _release(self, causes: Sequence[str], tx: Transaction) -> tuple[int, int]:
+        """Make events due that wait for these causes, until one transaction has enough.
 
-        A new run has its own budget, so it takes the events that wait for the budget of an earlier
-        run.
+        Return how many events became due, and how many of the causes were read.
         """
         now = self._clock.now()
-        budget = RUN + self._run if what.startswith(RUN) else what
-        room, limit = BATCH, self._limits.of(budget)
-        if limit:
-            key = key_of(budget, now)
-            left = limit - tx.budgets.used([key])[key]
-            room = min(BATCH, left)
-        if room <= 0:
-            return 0
-        rows = tx.maintenance.some_waiting_for(BUDGET + what, room, due_before=now + 2 * RECHECK)
+        budgets = [self._budget_of(cause) for cause in causes]
+        used = tx.budgets.used([key_of(b, now) for b in set(budgets)])
+        rows: list[tuple[int, str, int]] = []
+        read = 0
+        for cause, budget in zip(causes, budgets, strict=True):
+            if len(rows) >= BATCH:
+                break
+            read += 1
+            if (room := min(self._room(budget, used, now), BATCH - len(rows))) > 0:
+                rows += tx.maintenance.some_waiting_for(cause, room, due_before=now + 2 * RECHECK)
         messages: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
         for n, host, position in rows:
             messages[host].append((n, position))
         tx.maintenance.make_due([n for n, _, _ in rows], now)
         for host, some in messages.items():
             tx.queue.make_due(TOPIC, GROUP, host, some)
-        return len(rows)
+        return len(rows), read

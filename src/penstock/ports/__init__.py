@@ -31,6 +31,7 @@ from penstock.ports.fetching import (
 )
 from penstock.ports.hosts import CachedRobots, Exempt, HostTable, Pace, ProxyHealth, RobotsCache
 from penstock.ports.ledger import (
+    MAX_CAUSES,
     Counters,
     DeadLetter,
     DeadLetters,
@@ -66,6 +67,7 @@ from penstock.ports.topics import Topics
 
 __all__ = [
     "LINKS_WAITING",
+    "MAX_CAUSES",
     "OPEN",
     "AbsenceTable",
     "AbsentVisit",

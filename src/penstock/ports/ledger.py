@@ -15,6 +15,8 @@ from penstock.model import Event
 from penstock.ports.events import Baseline, End
 from penstock.rules.freshness import Claim
 
+MAX_CAUSES = 1000  # causes of waits that one call returns
+
 
 class NewEvent(msgspec.Struct, frozen=True):
     """An event to insert, with its envelope and the position of its message."""
@@ -238,10 +240,10 @@ class EventMaintenance(Protocol):
     def waiting_for(self, cause: str) -> list[tuple[int, str, int]]:
         """Return (n, host, position) of the events that wait for this cause."""
 
-    def causes(self, kind: str) -> list[str]:
-        """Return up to 1,000 causes of `waits` that start with `kind`, without the numbers.
+    def causes(self, kind: str, *, after: str = "") -> list[str]:
+        """Return up to MAX_CAUSES causes of `waits` that start with `kind`, without the numbers.
 
-        Reads one row for each cause.
+        The causes follow `after` in ascending order. Reads one row for each cause.
         """
 
     def some_waiting_for(

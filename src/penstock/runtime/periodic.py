@@ -82,7 +82,7 @@ class PeriodicWork:
                         log.warning("worker %s is gone; its work was taken back", worker)
                     await self._stores.maintenance.release_due()
                     await self._stores.breakers.refresh()
-                    await self._stores.budgets.refresh()
+                    await self._stores.budgets.refresh(fetches=self._fetches)
                     await self.remove()
                     self.backlog = max([await f.backlog() for f in self._flushers], default=0)
                     if self._fetches:

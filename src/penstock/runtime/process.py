@@ -153,7 +153,7 @@ class WorkerProcess:
                 settings(self.config, self.pipeline, sinks=self._bind_sinks(), run=self._run)
             )
             closing.push_async_callback(self.stores.budgets.finish)
-            await self.stores.budgets.refresh()
+            await self.stores.budgets.refresh(fetches="fetch" in self.roles)
             dead_before = await self._dead()
             if "source" in self.roles and not all(source.served for source, _ in self.sources):
                 for_sources = open_fetcher(self.config, self.stores.meter, max_body=SOURCE_BODY)
@@ -287,7 +287,9 @@ class WorkerProcess:
                     self.stuck = await self.stores.uow.read(
                         partial(stuck_in, can_feed=self.stores.lifecycle.feeder.can_feed)
                     )
-                    if self.stuck and not await self.stores.budgets.refresh():
+                    if self.stuck and not await self.stores.budgets.refresh_all(
+                        fetches="fetch" in self.roles
+                    ):
                         return
             await self.clock.sleep(0.1)
 

@@ -10,7 +10,7 @@ from penstock.ledgers.sql.budgets import SqlBudgets
 from penstock.ledgers.sql.dead_letters import SqlDeadLetters
 from penstock.ledgers.sql.ledger import STORED, LedgerTable
 from penstock.model import Reason
-from penstock.ports import DeadLetter, StoredEvent
+from penstock.ports import MAX_CAUSES, DeadLetter, StoredEvent
 from penstock.rules.gone import HOUR
 from penstock.rules.reasons import sentence
 
@@ -140,17 +140,18 @@ class SqlEventMaintenance(LedgerTable):
             "SELECT n, host, position FROM event WHERE waits_for=?", (cause,)
         ).fetchall()
 
-    def causes(self, kind: str, limit: int = 1000) -> list[str]:
+    def causes(self, kind: str, *, after: str = "") -> list[str]:
         """Return causes of `waits`, without counting. One index lookup for each."""
         found: list[str] = []
-        after = kind
-        while len(found) < limit:
-            after = self._tx.execute(
+        after = max(kind, after)
+        while len(found) < MAX_CAUSES:
+            cause: str | None = self._tx.execute(
                 "SELECT min(waits_for) FROM event WHERE waits_for>?", (after,)
             ).get
-            if after is None or not after.startswith(kind):
+            if cause is None or not cause.startswith(kind):
                 break
-            found.append(after)
+            found.append(cause)
+            after = cause
         return found
 
     def some_waiting_for(
