@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from tests.embedded.test_books import Rig
 
 from penstock.engine.maintenance import abandon
 from penstock.engine.publishing import requeue
+from penstock.operate.waiting import stuck_in
 from penstock.ports import Transaction
 
 HOST = "host:shop.example"
@@ -38,6 +40,27 @@ async def test_events_are_counted_by_the_cause_of_their_wait(rig: Rig) -> None:
     assert await waits(rig) == {HOST: 2}
     assert rig.row("e1")["status"] == "delayed"
     assert rig.row("e1")["attempts"] == 0
+
+
+async def test_a_run_ends_although_links_wait_behind_an_event_that_waits(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, max_pending=1)
+    await rig.accept("e1", url="http://shop.example/e1")
+    (begun,) = await rig.start("e1")
+    await rig.succeed(begun, links=["http://shop.example/a", "http://shop.example/b"])
+    feeder = rig.lifecycle.feeder
+    assert await rig.uow.read(feeder.can_feed)
+    assert await feeder.feed()
+    assert not await rig.uow.read(feeder.can_feed)
+    for begun in await rig.start():
+        await rig.conclude(
+            begun, "park", reason="paused", waits_for=HOST, until=rig.clock.now() + 3600
+        )
+    # A message on another topic could not be read. That topic has room, and no link waits for it.
+    await rig.uow.write(lambda tx: tx.counters.add("pages", {"unreadable": 1}))
+    assert not await rig.uow.read(feeder.can_feed)
+    assert not await feeder.feed()
+    (wait,) = await rig.uow.read(partial(stuck_in, can_feed=feeder.can_feed))
+    assert wait.cause == HOST
 
 
 async def test_an_event_that_starts_again_waits_for_nothing(rig: Rig) -> None:

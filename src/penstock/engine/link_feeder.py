@@ -55,9 +55,12 @@ class LinkFeeder:
 
     def can_feed(self, tx: Transaction) -> bool:
         """Return True if links wait and there is room for at least one event."""
-        return tx.counters.total(LINKS_WAITING) > 0 and any(
-            room_for_links(tx, topic, self._max_pending) > 0 for topic in tx.counters.topics()
-        )
+        return any(room > 0 for room in self._rooms(tx))
+
+    def _rooms(self, tx: Transaction) -> list[int]:
+        """Return the room of each topic in which links wait."""
+        topics = tx.counters.topics_with(LINKS_WAITING)
+        return [room_for_links(tx, topic, self._max_pending) for topic in topics]
 
     async def run(self) -> None:
         """Accept waiting links until cancelled."""
@@ -97,12 +100,10 @@ class LinkFeeder:
 
     def _next(self, tx: Transaction) -> tuple[bool, list[LinkChunk]]:
         """Return whether links wait, and the oldest chunk of each page whose turn it is."""
-        if not tx.counters.total(LINKS_WAITING):
+        rooms = self._rooms(tx)
+        if not rooms:
             return False, []
-        room = max(
-            (room_for_links(tx, topic, self._max_pending) for topic in tx.counters.topics()),
-            default=0,
-        )
+        room = max(rooms)
         if room <= 0:
             return True, []
         most = min(MAX_DECIDED // CHUNK, room // CHUNK + 1)

@@ -286,6 +286,9 @@ class Counters(Protocol):
     def topics(self) -> list[str]:
         """Return the topics that have counters."""
 
+    def topics_with(self, name: str) -> list[str]:
+        """Return the topics of which this counter is more than 0."""
+
     def entered(self) -> int | None:
         """Return how many events were ever inserted, or None if the store does not count them."""
 

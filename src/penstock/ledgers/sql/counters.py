@@ -36,6 +36,10 @@ class SqlCounters(LedgerTable):
         """Return the topics that have a counter."""
         return [topic for (topic,) in self._tx.execute("SELECT DISTINCT topic FROM counter")]
 
+    def topics_with(self, name: str) -> list[str]:
+        rows = self._tx.execute("SELECT topic FROM counter WHERE name=? AND n>0", (name,))
+        return [topic for (topic,) in rows]
+
     def add(self, topic: str, deltas: Mapping[str, int]) -> None:
         self._count(topic, deltas)
 
