@@ -84,3 +84,21 @@ def test_workers_that_are_killed_lose_no_waiting_link(project: Project, site: Si
     rows = project.rows()
     assert len(rows) == len({row["sku"] for row in rows}) == 1203
     project.doctor()
+
+
+def test_links_of_split_roles_wait_in_the_process_that_ends_the_events(
+    project: Project, site: Site
+) -> None:
+    serve(site, 1, 700)
+    project.set(intake_max_pending="30")
+    project.push(site.url("/p/0"))
+    running = [
+        project.start("run", "shop.py", "--role", role) for role in ("fetch", "extract", "sink")
+    ]
+    wait_for(lambda: project.total()["success"] == 701, "all links are fetched", 240, every=0.5)
+    for one in running:
+        one.kill()
+    asked = fetched(site)
+    assert len(asked) == 701
+    assert max(asked.values()) == 1
+    assert project.status()["links"]["waiting"] == 0
