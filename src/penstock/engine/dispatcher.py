@@ -10,6 +10,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 
 from penstock.engine.admission import Admission
 from penstock.engine.inflight import InflightEvent, State
@@ -181,6 +182,10 @@ class Dispatcher:
         late: list[InflightEvent] = []
         ready, in_flight, shares = self._ready, self._in_flight, self._shares
         pace, now = self._pace, self._clock.now()
+        if shares.waiting and not shares.has_slow and not self._others_wait():
+            # The requests of all other hosts have ended, so permits need not be shared.
+            ready.extendleft(reversed(list(shares.items())))
+            shares.waiting.clear()
         # The last free permits are shared by domain, unless only one host has requests.
         spare = max(0, permits - shares.kept)
         alone = len(in_flight) <= 1 and not shares.has_slow
@@ -364,8 +369,9 @@ class Dispatcher:
             return None
         at, found = self._measured
         if not at <= now < at + MEASURE_EVERY:
-            long = self._count_long(now)
-            if long and free <= 0 and self._others_wait():
+            # A single host may keep all permits, also if it is slow.
+            long = self._count_long(now) if self._others_wait() else 0
+            if long and free <= 0:
                 self._queue_by_domain()
             found = self._shares.scarcity(free, long)
             self._measured = now, found
@@ -377,8 +383,9 @@ class Dispatcher:
         return self._shares.count_long((item for item in held if item not in sleeping), now)
 
     def _others_wait(self) -> bool:
-        """Return True if more than one host has requests in flight or ready events."""
-        return self.mixed or any(item.event.key not in self._in_flight for item in self._ready)
+        """Return True if more than one host has requests in flight or events for a permit."""
+        waiting = chain(self._ready, self._shares.items())
+        return self.mixed or any(item.event.key not in self._in_flight for item in waiting)
 
     def wake(self) -> None:
         """Check now whether events can start."""

@@ -1,0 +1,122 @@
+"""Dispatcher on the embedded store: which events start while permits are scarce."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+from tests.embedded.test_books import Rig
+
+from penstock.engine.dispatcher import Dispatcher
+from penstock.engine.inflight import InflightEvent, State, read_delivery
+from penstock.engine.outage import Outage
+from penstock.engine.settings import Options
+from penstock.engine.window import PrefetchWindow
+from penstock.rules import pace
+from penstock.rules.events import event_of
+
+
+class Permits:
+    """A dispatcher with `total` permits. Its handlers run until a test finishes them."""
+
+    def __init__(self, rig: Rig, total: int) -> None:
+        self.rig, self.total = rig, total
+        options = Options(concurrency=total, window=4 * total, start_linger=0.0)
+        outage = Outage(rig.clock)
+        self.window = PrefetchWindow(
+            rig.sub,
+            options,
+            rig.clock,
+            outage,
+            stage="fetch",
+            host_by="host",
+            paused=lambda: None,
+        )
+        self.dispatcher = Dispatcher(
+            rig.admission, rig.claims, self.window, options, rig.clock, outage, stage="fetch"
+        )
+        self.running: list[InflightEvent] = []
+        self.started: list[str] = []  # URLs, in the order of the starts
+
+    def start(self, item: InflightEvent) -> None:
+        item.task = asyncio.get_running_loop().create_future()
+        self.running.append(item)
+        self.started.append(item.event.url)
+
+    async def accept(self, host: str, n: int, path: str = "") -> None:
+        """Accept and admit `n` events of a host."""
+        await self.accept_all([f"http://{host}/{path}{k}" for k in range(n)])
+
+    async def accept_all(self, urls: Sequence[str]) -> None:
+        await self.rig.lifecycle.accept([event_of(url, id_=url) for url in urls])
+        items = []
+        for d in await self.rig.receive(len(urls)):
+            item = self.window.held[d.position] = read_delivery(d, "fetch", "host")
+            items.append(item)
+        await self.dispatcher.admit(items)
+        await self.settle()
+
+    async def settle(self) -> None:
+        """Wait until the dispatcher starts no more events."""
+        before = -1
+        while before != len(self.started):
+            before = len(self.started)
+            for _ in range(5):
+                await asyncio.sleep(0.005)
+
+    async def finish(self, n: int, host: str) -> None:
+        """Finish the `n` oldest requests of a host."""
+        for item in [i for i in self.running if i.event.key == host][:n]:
+            self.running.remove(item)
+            item.task = None
+            item.state = State.OUTCOME
+            self.dispatcher.finish(item)
+        await self.settle()
+
+    def held(self) -> Counter[str]:
+        return Counter(item.event.key for item in self.running)
+
+
+@contextlib.asynccontextmanager
+async def permits(
+    directory: Path, total: int, limits: pace.Limits | None = None
+) -> AsyncIterator[Permits]:
+    rig = Rig(directory, limits=limits or pace.Limits(rate=None, concurrency=total))
+    made = Permits(rig, total)
+    task = asyncio.create_task(made.dispatcher.run(made.start))
+    try:
+        yield made
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_one_host_uses_all_permits_again_after_another_host_ended(tmp_path: Path) -> None:
+    async with permits(tmp_path, 16) as p:
+        await p.accept("big.test", 20)
+        assert p.held() == {"big.test": 16}
+        await p.accept("other.test", 1)
+        await p.accept("big.test", 40, path="more")
+        await p.finish(6, "big.test")
+        assert p.held() == {"big.test": 14, "other.test": 1}
+        await p.finish(1, "other.test")
+        await p.finish(5, "big.test")
+        assert p.held() == {"big.test": 16}
+
+
+async def test_one_slow_host_uses_all_permits(tmp_path: Path) -> None:
+    async with permits(tmp_path, 16) as p:
+        await p.accept("big.test", 60)
+        p.rig.clock.advance(10)
+        p.dispatcher.scarcity()
+        await p.finish(6, "big.test")
+        assert p.held() == {"big.test": 16}
+        # When another host comes, the slow one leaves it a part of the permits.
+        await p.accept("other.test", 8)
+        p.rig.clock.advance(10)
+        p.dispatcher.scarcity()
+        await p.finish(8, "big.test")
+        assert p.held()["other.test"] >= 4
