@@ -120,3 +120,17 @@ async def test_one_slow_host_uses_all_permits(tmp_path: Path) -> None:
         p.dispatcher.scarcity()
         await p.finish(8, "big.test")
         assert p.held()["other.test"] >= 4
+
+
+async def test_events_of_a_host_start_in_their_order_while_permits_are_scarce(
+    tmp_path: Path,
+) -> None:
+    async with permits(tmp_path, 7, pace.Limits(rate=None, concurrency=2)) as p:
+        for host, n in (("a.test", 2), ("c.test", 2), ("e1.e.test", 1), ("e2.e.test", 1)):
+            await p.accept(host, n)
+        await p.accept("c.test", 3, path="later")
+        await p.accept("e1.e.test", 1, path="later")
+        for host in ("a.test", "c.test", "a.test", "c.test", "c.test"):
+            await p.finish(1, host)
+        started = [url for url in p.started if "/c.test/later" in url]
+        assert started == [f"http://c.test/later{n}" for n in range(3)]

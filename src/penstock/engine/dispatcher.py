@@ -481,6 +481,9 @@ class Dispatcher:
         if waiting := self._waiting_for_host.get(host):
             item = waiting.popleft()
             item.state = State.PERMIT
-            self._ready.appendleft(item)
+            if self._shares.waiting:
+                self._shares.put_first(item)
+            else:
+                self._ready.appendleft(item)
             if not waiting:
                 del self._waiting_for_host[host]

@@ -47,6 +47,10 @@ class DomainShares:
     def put(self, item: InflightEvent) -> None:
         self.waiting.setdefault(domain_of(item.event.key), deque()).append(item)
 
+    def put_first(self, item: InflightEvent) -> None:
+        """Put an event before those of its domain. Later events of its host may wait there."""
+        self.waiting.setdefault(domain_of(item.event.key), deque()).appendleft(item)
+
     def take(self, domain: str) -> InflightEvent:
         """Remove and return the domain's longest-waiting event."""
         queue = self.waiting[domain]
