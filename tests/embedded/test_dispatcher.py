@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -134,3 +135,29 @@ async def test_events_of_a_host_start_in_their_order_while_permits_are_scarce(
             await p.finish(1, host)
         started = [url for url in p.started if "/c.test/later" in url]
         assert started == [f"http://c.test/later{n}" for n in range(3)]
+
+
+async def test_a_freed_permit_costs_little_with_many_returning_handlers(tmp_path: Path) -> None:
+    """A site with many hosts can make hundreds of handlers wait in the middle of a request."""
+    async with permits(tmp_path, 256) as p:
+        await p.accept("other.test", 1)
+        sleeping: list[InflightEvent] = []
+        for n in range(4):
+            before = len(p.running)
+            await p.accept_all([f"http://h{n}-{k}.evil.test/" for k in range(200)])
+            if n < 3:
+                sleeping += p.running[before:]
+                for item in p.running[before:]:
+                    p.dispatcher.leave_permit(item)
+        returning = [
+            asyncio.create_task(p.dispatcher.take_permit_again(item, 0.0)) for item in sleeping
+        ]
+        await p.settle()
+        assert sum(not task.done() for task in returning) > 500
+        used = time.process_time()
+        await p.finish(1, "other.test")
+        used = time.process_time() - used
+        for task in returning:
+            task.cancel()
+        await asyncio.gather(*returning, return_exceptions=True)
+        assert used < 0.03, "0.1 s if each handler counts the permits"

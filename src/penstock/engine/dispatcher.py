@@ -64,6 +64,8 @@ class Dispatcher:
         self._waiting_for_host: dict[str, deque[InflightEvent]] = {}  # host key -> events
         self._shares = DomainShares(options.concurrency)  # events that wait for their domain
         self._measured: tuple[float, Scarcity | None] = -math.inf, None  # time and result
+        # Permits of each domain, for returning handlers. None after a change of the permits.
+        self._held_cache: Counter[str] | None = None
         # Host key -> (slot, start) of the last request, for hosts whose requests are spaced.
         self._last_requests: dict[str, tuple[float, float]] = {}
         self._reslots: set[asyncio.Task[None]] = set()  # tasks that admit late events again
@@ -152,6 +154,7 @@ class Dispatcher:
         """Count the starts in the ledger, then start the handlers."""
         # Take the permits before the `await`. Otherwise they could be given out twice.
         self.active += len(items)
+        self._held_cache = None
         begin = partial(
             self._admission.begin,
             [(item.delivery, item.event, item.admitted) for item in items],
@@ -324,6 +327,7 @@ class Dispatcher:
 
     def _free_permit(self) -> None:
         self.active -= 1
+        self._held_cache = None
         if self._returning:
             self._freed.set()
         self._startable.set()
@@ -350,14 +354,16 @@ class Dispatcher:
         finally:
             self._sleeping.discard(item)
             self.active += 1
+            self._held_cache = None
 
     def _may_return(self, item: InflightEvent) -> bool:
         free = self._options.concurrency - self.active
-        return free > 0 and (
-            free > self._shares.reserved
-            or len(self._in_flight) <= 1
-            or may_use_reserved(self._held()[domain_of(item.event.key)], free)
-        )
+        if free <= 0 or free > self._shares.reserved or len(self._in_flight) <= 1:
+            return free > 0
+        # Each free permit wakes all returning handlers, so the permits are counted once for them.
+        if self._held_cache is None:
+            self._held_cache = self._held()
+        return may_use_reserved(self._held_cache[domain_of(item.event.key)], free)
 
     def scarcity(self) -> Scarcity | None:
         """Return the lowest accepted speed if slow requests make permits scarce.

@@ -49,7 +49,7 @@ class Turns:
         """`held` has the requests in flight of each domain, `waiting` the domains with events."""
         self._reserved, self._slow = reserved(total), slow
         self._slow_limit = total - reserved_from_slow(total)
-        self._slow_held = sum(held.get(domain, 0) for domain in slow) if slow else 0
+        self._slow_held = sum(n for domain, n in held.items() if domain in slow)
         self._order = [(held.get(domain, 0), n, domain) for n, domain in enumerate(waiting)]
         self._last, self._taken = len(self._order), 0
         heapq.heapify(self._order)
