@@ -65,12 +65,13 @@ def _stranger(attack: str, port: int) -> Iterator[None]:
         assert process.stdout.readline() == "begun\n"
         yield
         process.stdin.close()
+        process.stdin = None
         sent = int(process.stdout.readline())
         print(f"{attack}: {sent} connections of the stranger")
         assert sent >= 10
     finally:
         process.kill()
-        process.wait()
+        process.communicate()  # also closes the pipes
 
 
 def _send(g: Ground, port: int) -> Iterator[object]:
