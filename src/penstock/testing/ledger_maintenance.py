@@ -305,6 +305,8 @@ class LedgerMaintenance(LedgerRig):
         assert await ledger.read(work) == [15, 16, 0, 1, 1, 0]
         topics = await ledger.read(lambda tx: tx.counters.topics())
         assert sorted(topics) == ["a", "b", "other", TOPIC]
+        await ledger.write(lambda tx: tx.counters.add("b", {"followed": -10}))
+        assert await ledger.read(lambda tx: tx.counters.topics_with("followed")) == ["a"]
 
     @sentence()
     async def test_recent_ends_are_counted_within_their_time_and_can_be_reset(
