@@ -89,16 +89,20 @@ def test_a_page_is_fetched_with_five_session_ids_that_change_on_every_visit(
 
     def answer(request: Request) -> Reply:
         token = hashlib.sha256(str(next(visits)).encode()).hexdigest()[:24]
+        paths = [f"/s/{token}/{name}" for name in names]
+        if request.path.startswith("/s/"):
+            return document(*paths)
         return document(
-            *(f"/s/{token}/{name}" for name in names),
+            *(paths if request.path == "/" else ()),
             *(f"/j/{name};jsessionid={token.upper()}" for name in names),
             *(f"/n/(S({token}))/{name}.aspx" for name in names),
         )
 
     crawl(project, site, answer, "/")
-    assert pages(site) == {"": 1, "s": 5 * 4, "j": 5 * 4, "n": 5 * 4}
+    # The first page has no id in its URL. So its links to /s/ may be parts of an item.
+    assert pages(site) == {"": 1, "s": 4 + 5 * 4, "j": 5 * 4, "n": 5 * 4}
     status = project.status()
-    assert status["total"]["success"] == 61
+    assert status["total"]["success"] == 65
     assert {t["template"] for t in status["traps"]} == {
         site.url(path)
         for name in names

@@ -257,6 +257,15 @@ async def test_links_over_a_budget_are_counted_and_not_accepted(
     assert await waits(rig) == {}
 
 
+async def test_links_over_a_budget_leave_no_counters_of_templates(rigs: Rigs) -> None:
+    rig = rigs(pages_per_host=1, traps=5)
+    await push(rig, "a")
+    (begun,) = await rig.start("a")
+    await rig.succeed(begun, links=[f"{SITE}2026/11/{n}-headline" for n in range(30)])
+    assert accepted(rig) == []
+    assert rig.sql("SELECT what FROM budget") == [("pages:host:shop.test",)]
+
+
 async def test_a_refused_link_is_accepted_after_the_limit_was_raised(rigs: Rigs) -> None:
     rig = rigs(pages_per_host=3)
     await push(rig, "a")
@@ -419,7 +428,7 @@ def test_the_next_step_of_each_budget_names_its_option(what: str, option: str) -
 
 async def test_budgets_and_traps_also_stop_links_that_waited_for_room(tmp_path: Path) -> None:
     rig = Rig(tmp_path, max_pending=3, budgets=Limits(pages_per_trace=13, traps=500))
-    await push(rig, "a")
+    await rig.accept("a", url=f"{SITE}s/fedcba98765432109876/x")
     (begun,) = await rig.start("a")
     token = "0123456789abcdef0123"
     with_session = [f"{SITE}s/{token}/{n}" for n in range(2)]

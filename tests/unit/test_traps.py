@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.unit.doubling import grows_linearly
 
 from penstock.rules.identity import BadUrl, canonical_url
-from penstock.rules.traps import MAX_SESSIONS, Trap, bucket_of, find_trap, session_tokens, shown
+from penstock.rules.traps import MAX_SESSIONS, Trap, digest_of, find_trap, session_tokens, shown
 
 SITE = "https://shop.example"
 DATES = 500  # the default of limits.traps
@@ -38,7 +38,7 @@ def lost(pages: Iterable[tuple[str, Sequence[str]]]) -> list[str]:
                 continue
             trap = find_trap(url, tokens, DATES)
             if trap is not None:
-                key = (trap.kind, bucket_of(trap.template))
+                key = (trap.kind, digest_of(trap.template))
                 if used[key] >= trap.limit:
                     refused.append(url)
                     continue
@@ -129,12 +129,15 @@ def test_a_session_id_with_a_name_gives_a_template(path: str, template: str) -> 
 
 def test_a_new_token_in_all_links_of_a_page_is_a_session_id() -> None:
     first, other = "/s/0123456789abcdef0123", "/s/fedcba98765432109876"
-    assert check(f"{first}/a", "/", [f"{first}/b", "/imprint"]) == Trap(
-        "session", f"{SITE}/s/{{session}}/a", MAX_SESSIONS
-    )
+    for page in (f"{other}/x", other, f"{other}/"):
+        assert check(f"{first}/a", page, [f"{first}/b", "/imprint"]) == Trap(
+            "session", f"{SITE}/s/{{session}}/a", MAX_SESSIONS
+        )
+    assert check(f"{first}/a", "/", [f"{first}/b"]) is None, "parts of an item"
+    assert check(f"{first}/a", f"/t{other}/x", [f"{first}/b"]) is None, "a token elsewhere"
     assert check(f"{first}/a", f"{first}/b", [f"{first}/c"]) is None, "the session was kept"
-    assert check(f"{first}/a", "/", [f"{other}/a"]) is None, "a list of items"
-    assert check(f"{first}/a") is None, "one link shows nothing"
+    assert check(f"{first}/a", "/s/abcdefabcdef000000/l", [f"{other}/a"]) is None, "a list of items"
+    assert check(f"{first}/a", f"{other}/a") is None, "one link shows nothing"
     assert check(f"{first}/a", f"/item/{first[3:]}", [f"{first}/b"]) is None, "parts of an item"
 
 
@@ -179,6 +182,27 @@ def test_a_shop_with_1000_numbered_products_loses_nothing(first: int) -> None:
 def test_a_shop_with_uuids_loses_nothing(ids: list[UUID]) -> None:
     assert lost(shop(ids)) == []
     assert lost(shop([id_.hex for id_ in ids])) == []
+
+
+@given(st.lists(st.uuids(), min_size=60, max_size=60, unique=True))
+def test_pages_that_link_to_parts_of_an_item_with_a_uuid_lose_nothing(ids: list[UUID]) -> None:
+    assert (
+        lost(
+            (f"/product/name-{n}", [f"/reviews/{id_}/newest", f"/reviews/{id_}/best"])
+            for n, id_ in enumerate(ids)
+        )
+        == []
+    )
+
+
+def test_a_site_of_100_000_pages_with_one_session_id_loses_nothing() -> None:
+    assert (
+        lost(
+            (f"/list?page={n}", [f"/p/{n}-{i};jsessionid=0AB12CD" for i in range(100)])
+            for n in range(1000)
+        )
+        == []
+    )
 
 
 @given(st.sampled_from(["/list?page={}", "/list/{}", "/list/page/{}/", "/q/x/o/{}?sort=a"]))

@@ -149,7 +149,7 @@ class LinkGate:
         tokens: Collection[str],
         now: float,
     ) -> None:
-        """`tokens` are the session ids in the links of the page: see `session_tokens`."""
+        """`tokens` has the new session id in the links of the page: see `session_tokens`."""
         self._tx, self._settings, self._parent, self._now = tx, settings, parent, now
         self._limits, self._account = settings.budgets, _Account(tx, now)
         self._tokens = tokens
@@ -162,8 +162,9 @@ class LinkGate:
         refused = None if over is None else counter_of(over)
         most = self._limits.traps
         trap = traps.find_trap(url, self._tokens, most) if most else None
-        if trap is not None:
-            key = (f"trap:{trap.kind}:{self._parent.trace}", traps.bucket_of(trap.template))
+        # A link over a budget is not counted, so that a page cannot fill the table of counters.
+        if trap is not None and (refused is None or trap.limit == 0):
+            key = (f"trap:{trap.kind}:{self._parent.trace}", traps.digest_of(trap.template))
             if trap.limit == 0 or self._account.used(key) >= trap.limit:
                 refused = f"followed_trap_{trap.kind}"
             keys.append(key)
@@ -186,7 +187,7 @@ class LinkGate:
 
 
 def session_tokens(settings: LifecycleSettings, page: str, links: Sequence[Link]) -> list[str]:
-    """Return the session ids in these links of a page, if the crawler-trap rule is on."""
+    """Return the new session id in these links of a page, if the crawler-trap rule is on."""
     if not settings.budgets.traps:
         return []
     return list(traps.session_tokens(page, (link.url for link in links)))

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterable
-from itertools import islice
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -22,10 +21,7 @@ MAX_SEGMENTS = 64  # segments of a path. A longer path is a trap.
 MAX_PARAMETERS = 64  # parameters of a query in which dates and session ids are searched
 MAX_REPEATS = 3  # repetitions of path segments in one URL
 MAX_SESSIONS = 5  # session ids with which a trace requests the same page
-MAX_TOKENS = 100  # session ids of one page
 MAX_TEMPLATE = 300  # characters that are stored and shown
-# Counters of one kind in one trace. Templates with the same hash share a counter.
-BUCKETS = 65536
 
 _YEAR = r"(?:19|20|21)\d\d"
 _MONTH, _DAY = r"(?:0?[1-9]|1[0-2])", r"(?:0?[1-9]|[12]\d|3[01])"
@@ -76,21 +72,24 @@ def _parts(url: str) -> _Parts:
 
 
 def session_tokens(page: str, links: Iterable[str]) -> frozenset[str]:
-    """Return the session ids in the links of a page, at most 100.
+    """Return the new session id in the links of a page, if its URL has another one there.
 
-    A page with a session id uses the same one in all its links, while a list of items has many.
-    Tokens in the page's own URL are not new: they name an item, or the session was kept.
+    A site that gives a new session id with every answer has one id in all links of a page. A list
+    of items has many. A page whose URL has no id may link to parts of one item, so its links show
+    nothing.
     """
-    own = {segment for segment in _parts(page).segments if _is_token(segment)}
-    # (origin, path before the token) -> token -> links of this page
-    found: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    own = _parts(page)
+    at = next((i for i, segment in enumerate(own.segments) if _is_token(segment)), None)
+    if at is None:
+        return frozenset()
+    found: Counter[str] = Counter()
     for link in set(links):
         parts = _parts(link)
-        if (at := _token_at(parts.segments)) is not None:
-            place = parts.origin, "/".join(parts.segments[:at])
-            found[place][parts.segments[at]] += 1
-    only = (next(iter(tokens)) for tokens in found.values() if len(tokens) == 1 < tokens.total())
-    return frozenset(islice((token for token in only if token not in own), MAX_TOKENS))
+        same = parts.origin == own.origin and parts.segments[:at] == own.segments[:at]
+        if same and _token_at(parts.segments) == at:
+            found[parts.segments[at]] += 1
+    is_new = len(found) == 1 < found.total() and not found.keys() & set(own.segments)
+    return frozenset(found if is_new else ())
 
 
 def find_trap(url: str, tokens: Collection[str], most_dates: int) -> Trap | None:
@@ -105,10 +104,9 @@ def find_trap(url: str, tokens: Collection[str], most_dates: int) -> Trap | None
     return None
 
 
-def bucket_of(template: str) -> str:
-    """Return the counter of a template. Its number is bounded, and so are the ledger's rows."""
-    digest = hashlib.blake2b(template.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return str(int.from_bytes(digest, "big") % BUCKETS)
+def digest_of(template: str) -> str:
+    """Return the short name of a template's counter. No two templates have the same in practice."""
+    return hashlib.blake2b(template.encode("utf-8", "surrogatepass"), digest_size=10).hexdigest()
 
 
 def shown(template: str) -> str:
