@@ -150,7 +150,7 @@ JSON: dict[str, Make] = {
     "digits of a fraction": repeat(b"[1.", b"1", b"]"),
     "digits of an exponent": repeat(b"[1e", b"1", b"]"),
     "numbers of 4000 digits": repeat(b"[", b"1" * 4000 + b",", b"1]"),
-    "keys": repeat(b"{", b'"a%d":1,', b'"b":1}'),
+    "keys": repeat(b"{", b'"a%d":"' + b"v" * 30 + b'",', b'"b":1}'),
     "same keys": repeat(b"{", b'"a":1,', b'"b":1}'),
     "backslashes": repeat(b'["', b"\\\\", b'"]'),
     "surrogates": repeat(b'["', b"\\ud83d\\ude00", b'"]'),
