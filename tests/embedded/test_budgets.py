@@ -13,6 +13,7 @@ from penstock.model import Link
 from penstock.ports import MAX_CAUSES
 from penstock.rules.budgets import DAY, Limits, Run, day_end, day_of, describe, key_of
 from penstock.rules.links import pack
+from penstock.rules.routes import ServedPool
 
 SITE = "http://shop.test/"
 
@@ -207,6 +208,25 @@ async def test_a_process_that_does_not_fetch_leaves_events_of_a_run_to_others(
     assert await sink.engine.budgets.refresh(fetches=False) == 0
     assert await waits(rig) == {"budget:pages:run:r1": 1}
     assert await sink.engine.budgets.refresh(fetches=True) == 1
+
+
+async def test_a_worker_without_a_pool_leaves_events_of_its_budget_to_others(
+    tmp_path: Path,
+) -> None:
+    pools = (ServedPool(name="home"),)
+    rig = Rig(tmp_path, budgets=Limits(pool_bytes={"home": 100}), pools=pools)
+    rig.engine.traffic.use("home", "http://proxy")
+    rig.engine.traffic.count("http://proxy", 100)
+    await rig.accept("a")
+    (begun,) = await rig.start("a")
+    cause, until = "budget:bytes:pool:home", day_end(rig.clock.now())
+    await rig.conclude(begun, "park", reason="used up", waits_for=cause, until=until)
+    assert await refresh(rig) == 0
+    without_pool = Rig(tmp_path, worker="w2", base=rig, budgets=Limits(pages_per_day=9))
+    assert await refresh(without_pool) == 0
+    assert await waits(rig) == {cause: 1}
+    unlimited = Rig(tmp_path, worker="w3", base=rig, budgets=Limits(), pools=pools)
+    assert await refresh(unlimited) == 1
 
 
 async def test_many_budgets_are_released_in_few_transactions(rigs: Rigs) -> None:

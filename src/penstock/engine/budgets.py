@@ -261,6 +261,7 @@ class Budgets:
     ) -> None:
         self._uow, self._topics, self._traffic, self._clock = uow, topics, traffic, clock
         self._limits, self._run = settings.budgets, settings.run.id
+        self._pools = {pool.name for pool in settings.pools}
         self._started = clock.now()
         self._logged: set[str] = set()
         self._after = ""  # last cause that `refresh` has read, or "" to start again
@@ -302,13 +303,22 @@ class Budgets:
         """Return the last of the next causes of waits, and those causes whose budget has room."""
         found = tx.maintenance.causes(BUDGET, after=self._after)
         last = found[-1] if len(found) == MAX_CAUSES else ""
-        if not fetches:
-            # The run of this process starts no events, so its own budget of pages is never used.
-            found = [cause for cause in found if not cause.startswith(BUDGET + RUN)]
+        found = [cause for cause in found if self._knows_room_of(cause, fetches)]
         now = self._clock.now()
         limited = [b for c in found if self._limits.of(b := self._budget_of(c))]
         used = tx.budgets.used([key_of(b, now) for b in limited]) if limited else {}
         return last, [c for c in found if self._room(self._budget_of(c), used, now) > 0]
+
+    def _knows_room_of(self, cause: str, fetches: bool) -> bool:
+        """Return False if other workers start the events that wait for a budget.
+
+        The run of a process that starts no events never uses its own budget of pages. A worker
+        without a pool does not know the limit of the pool.
+        """
+        what = cause.removeprefix(BUDGET)
+        if what.startswith(RUN):
+            return fetches
+        return not what.startswith(POOL) or what.removeprefix(POOL) in self._pools
 
     def _budget_of(self, cause: str) -> str:
         """Return the budget whose room releases the events that wait for a cause.
