@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
-from penstock.engine.publishing import state_of
+from penstock.engine.publishing import end_delays, state_of
 from penstock.engine.settings import LifecycleSettings
 from penstock.errors import StoreUnavailable
 from penstock.model import Ack, Event, Link, Outcome, Reason, Retry
@@ -44,7 +44,7 @@ from penstock.rules.waiting import RECHECK
 log = logging.getLogger("penstock.budgets")
 MAX_PROXIES = 20_000  # proxies whose pools are remembered
 BATCH = 1000  # events that become due in one transaction
-TOPIC, GROUP = "requests", "main"
+TOPIC = "requests"
 
 
 class _Account:
@@ -358,10 +358,5 @@ class Budgets:
             read += 1
             if (room := min(self._room(budget, used, now), BATCH - len(rows))) > 0:
                 rows += tx.maintenance.some_waiting_for(cause, room, due_before=now + 2 * RECHECK)
-        messages: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
-        for n, host, position in rows:
-            messages[host].append((n, position))
-        tx.maintenance.make_due([n for n, _, _ in rows], now)
-        for host, some in messages.items():
-            tx.queue.make_due(TOPIC, GROUP, host, some)
+        end_delays(tx, rows, (TOPIC,), now)
         return len(rows), read

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -18,6 +19,8 @@ from penstock.ports import (
     Transaction,
 )
 from penstock.rules.envelopes import encode_again
+
+GROUP = "main"  # the group whose outcomes the ledger records
 
 
 def message_for(event: Event, body: bytes) -> Out:
@@ -151,3 +154,19 @@ def reopen_duplicate(
         )
         return
     requeue(tx, n, event, before, was="duplicate", reason=reason, now=now, promoted=promoted)
+
+
+def end_delays(
+    tx: Transaction, rows: Sequence[tuple[int, str, int]], topics: Iterable[str], now: float
+) -> None:
+    """End the delay of events now, and let the broker deliver their messages.
+
+    A row has the event's row number, its host, and the position of its message on these topics.
+    """
+    tx.maintenance.make_due([n for n, _, _ in rows], now)
+    messages: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+    for n, host, position in rows:
+        messages[host].append((n, position))
+    for topic in topics:
+        for host, some in messages.items():
+            tx.queue.make_due(topic, GROUP, host, some)

@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from penstock.engine.maintenance import abandon
-from penstock.engine.publishing import message_again, publish_again
+from penstock.engine.publishing import GROUP, message_again, publish_again
 from penstock.errors import PenstockError
 from penstock.model import Ack, Outcome, Reason, Release, Retry
 from penstock.ports import (
@@ -48,7 +48,6 @@ PAUSE_CACHE = 0.5  # seconds for which the paused topics are cached
 COPY_RECHECK_DELAY = 2.0  # seconds until a copy of running work is delivered again
 CLOCK_TOLERANCE = 0.05  # seconds by which a delayed message may arrive too early
 STALE_MEMBER = 3600.0  # seconds after which a worker without a heartbeat is deleted
-GROUP = "main"
 log = logging.getLogger("penstock.relay")
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
+from penstock.engine.publishing import end_delays
 from penstock.engine.settings import LifecycleSettings
 from penstock.errors import StoreUnavailable
 from penstock.model import Event, Outcome, Reason, Retry
@@ -22,7 +22,7 @@ LIFETIME = 4 * HEARTBEAT  # seconds after which a worker without an announcement
 # one worker. The same worker gets it again, until another worker gets the host.
 PARTITIONED_HOLD = 60.0
 BATCH = 1000  # events that become due in one transaction
-TOPIC, GROUP = "requests", "main"
+TOPIC = "requests"
 
 
 class RouteGate:
@@ -116,12 +116,7 @@ class Routes:
         partitioned = caps.lease == "connection" and caps.order_per_key == "native"
         hold = PARTITIONED_HOLD if partitioned else 0.0
         rows = tx.maintenance.some_waiting_for(cause, BATCH, due_before=now + RECHECK - hold)
-        messages: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
-        for n, host, position in rows:
-            messages[host].append((n, position))
-        tx.maintenance.make_due([n for n, _, _ in rows], now)
-        for host, some in messages.items():
-            tx.queue.make_due(TOPIC, GROUP, host, some)
+        end_delays(tx, rows, (TOPIC,), now)
         return len(rows)
 
     async def withdraw(self) -> None:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias
 
+from penstock.engine.publishing import end_delays
 from penstock.operate.figures import plural
 from penstock.operate.routes import unserved
 from penstock.ports import LINKS_WAITING, OPEN, Clock, Transaction, UnitOfWork
 from penstock.rules.waiting import APPROVAL, EXTRACTOR, TOPIC, Waiting, waiting
 
-GROUP = "main"
 TOPICS = ("requests", "pages")  # topics on which the message of a delayed event may be
 BATCH = 1000  # delayed events that become due in one transaction
 
@@ -94,14 +94,8 @@ def make_due(uow: UnitOfWork, parked: Sequence[Parked], clock: Clock) -> None:
 
 
 def _make_due(parked: Sequence[Parked], now: float, tx: Transaction) -> None:
-    tx.maintenance.make_due([n for n, _, _ in parked], now)
-    by_host: dict[str, list[tuple[int, int]]] = {}
-    for n, host, position in parked:
-        by_host.setdefault(host, []).append((n, position))
     known = {name for name, _ in tx.queue_reports.groups()}
-    for topic in known.intersection(TOPICS):
-        for host, messages in by_host.items():
-            tx.queue.make_due(topic, GROUP, host, messages)
+    end_delays(tx, parked, known.intersection(TOPICS), now)
 
 
 # -- extractors ------------------------------------------------------------------------------------
