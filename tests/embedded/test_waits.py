@@ -11,7 +11,8 @@ from tests.embedded.test_books import Rig
 from penstock.engine.maintenance import abandon
 from penstock.engine.publishing import requeue
 from penstock.operate.waiting import stuck_in
-from penstock.ports import Transaction
+from penstock.ports import Accepted, Transaction
+from penstock.rules.events import event_of
 
 HOST = "host:shop.example"
 
@@ -61,6 +62,21 @@ async def test_a_run_ends_although_links_wait_behind_an_event_that_waits(tmp_pat
     assert not await feeder.feed()
     (wait,) = await rig.uow.read(partial(stuck_in, can_feed=feeder.can_feed))
     assert wait.cause == HOST
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5, 9, 10, 11, 100])
+async def test_links_leave_a_place_to_pushed_events(tmp_path: Path, limit: int) -> None:
+    rig = Rig(tmp_path, max_pending=limit)
+    await rig.accept("e1", url="http://shop.example/e1")
+    (begun,) = await rig.start("e1")
+    await rig.succeed(begun, links=[f"http://shop.example/{n}" for n in range(200)])
+    while await rig.lifecycle.feeder.feed():
+        pass
+    open_ = rig.count("pending")
+    assert open_ == max(1, limit * 9 // 10)
+    event = event_of("http://shop.example/pushed", id_="e2")
+    (answer,) = await rig.lifecycle.accept([event])
+    assert answer is (Accepted.NEW if limit > 1 else Accepted.FULL)
 
 
 async def test_an_event_that_starts_again_waits_for_nothing(rig: Rig) -> None:

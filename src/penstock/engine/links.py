@@ -32,9 +32,11 @@ RESERVED = 10  # one of this many places of `max_pending` is never used for link
 def room_for_links(tx: Transaction, topic: str, max_pending: int) -> int:
     """Return how many links of a topic may become events now.
 
-    A tenth of `max_pending` is left to sources, webhooks and `push`.
+    A tenth of `max_pending` is left to sources, webhooks and `push`, and at least one place, unless
+    there is only one.
     """
-    return max_pending - max_pending // RESERVED - tx.counters.pending(topic)
+    reserved = min(max_pending - 1, -(-max_pending // RESERVED))
+    return max_pending - reserved - tx.counters.pending(topic)
 
 
 def share_out(pages: Sequence[Sequence[Link]]) -> list[int]:
