@@ -48,9 +48,7 @@ COUNTERS = (
     "followed",
     "unreadable",
 )
-LINKS_WAIT = (
-    "the open events use nine tenths of intake.max_pending. Links are accepted when events end"
-)
+LINKS_WAIT = "workers accept them while open events use less than nine tenths of intake.max_pending"
 
 
 def links_waiting(found: Standing) -> int:
