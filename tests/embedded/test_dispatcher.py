@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
+import pytest
 from tests.embedded.test_books import Rig
 
 from penstock.engine.dispatcher import Dispatcher
@@ -161,3 +162,23 @@ async def test_a_freed_permit_costs_little_with_many_returning_handlers(tmp_path
             task.cancel()
         await asyncio.gather(*returning, return_exceptions=True)
         assert used < 0.03, "0.1 s if each handler counts the permits"
+
+
+@pytest.mark.parametrize(("seconds", "kept"), [(2.0, True), (5.0, False)])
+async def test_only_slow_requests_make_the_worker_release_waiting_events(
+    tmp_path: Path, seconds: float, kept: bool
+) -> None:
+    async with permits(tmp_path, 16) as p:
+        urls = [f"http://h{n}.test/{k}" for k in range(10) for n in range(10)]
+        await p.rig.lifecycle.accept([event_of(url, id_=url) for url in urls])
+        receiving = asyncio.create_task(p.window.run(p.dispatcher))
+        await p.settle()
+        before = dict(p.window.held)
+        assert len(before) == 64
+        for _ in range(round(seconds / 0.05)):
+            p.rig.clock.advance(0.05)
+            await asyncio.sleep(0.001)
+        await p.settle()
+        receiving.cancel()
+        await asyncio.gather(receiving, return_exceptions=True)
+        assert (p.window.held == before) is kept

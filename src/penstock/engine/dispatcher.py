@@ -418,10 +418,13 @@ class Dispatcher:
         return len(self._in_flight) > 1
 
     def is_crowded(self, seconds: float) -> bool:
-        """Return True if most requests in flight have lasted so long."""
-        begun = self._clock.now() - seconds
-        held = self._window.held.values()
-        lasting = sum(i.started < begun for i in held if i.state is State.HANDLER and i.task)
+        """Return True if most handlers with a permit have lasted so long."""
+        begun, held = self._clock.now() - seconds, self._window.held.values()
+        lasting = sum(
+            i.started < begun
+            for i in held
+            if i.state is State.HANDLER and i.task and i not in self._sleeping
+        )
         return 2 * lasting > self.active
 
     def full_hosts(self, *, crowded: bool = False) -> list[str]:

@@ -15,6 +15,7 @@ from penstock.engine.settings import HostKind, Options, Stage
 from penstock.errors import BadEnvelope, NewerMessage
 from penstock.model import Release
 from penstock.ports import Clock, Delivery, Subscription
+from penstock.rules.permits import LONG
 
 if TYPE_CHECKING:
     from penstock.engine.dispatcher import Dispatcher
@@ -139,7 +140,8 @@ class PrefetchWindow:
         Slow hosts have filled the window. After the release, work for other hosts can be received.
         """
         self._received = self._clock.now()
-        crowded = dispatcher.is_crowded(GIVE_BACK_AFTER)
+        # Otherwise permits are free soon, and a release would only cause other deliveries.
+        crowded = dispatcher.is_crowded(LONG)
         full = dispatcher.full_hosts(crowded=crowded)
         if excess := dispatcher.take_excess(crowded=crowded):
             await self._hold(full)
