@@ -81,6 +81,14 @@ def test_an_address_over_its_limit_does_not_use_the_total() -> None:
     assert unverified.early("b", NOW) == 0
 
 
+def test_other_addresses_do_not_limit_the_body_of_a_signed_request() -> None:
+    unverified = Unverified()
+    for n in range(2 * TOTAL_BURST):
+        unverified.charge(f"stranger{n}", NOW)
+    assert unverified.charge("sender", NOW) > 0, "the total is used up"
+    assert unverified.early("another sender", NOW) == 0
+
+
 def test_all_addresses_together_have_a_limit() -> None:
     unverified = Unverified()
     allowed = [not unverified.charge(f"a{n}", NOW) for n in range(2 * TOTAL_BURST)]

@@ -83,8 +83,11 @@ class Unverified:
         return self._addresses.wait(address, now) or self._total.wait(now)
 
     def early(self, address: str, now: float) -> float:
-        """Return the seconds until a request is allowed. Takes no request."""
-        return self._addresses.early(address, now) or self._total.early(now)
+        """Return the seconds until a request of the address is allowed. Takes no request.
+
+        The total does not count here: many addresses must not limit another one.
+        """
+        return self._addresses.early(address, now)
 
     def verified(self, address: str, now: float) -> None:
         """Remember that a request of this address was verified."""
