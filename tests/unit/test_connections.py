@@ -70,6 +70,20 @@ def test_an_address_at_its_limit_closes_only_its_own_connections() -> None:
     assert len(table) == 3
 
 
+def test_a_burst_of_one_address_leaves_room_for_others_before_any_is_closed() -> None:
+    table = Connections(256, 64)
+    for n in range(1000):
+        if not table.is_full("192.0.2.1"):
+            table.add(n, "192.0.2.1")
+    assert len(table) == 128
+    assert not table.is_full("192.0.2.2")
+    for n in range(1000, 2000):
+        if not table.is_full(f"198.51.{n // 250}.{n % 250}"):
+            table.add(n, f"198.51.{n // 250}.{n % 250}")
+    assert len(table) == 512
+    assert table.is_full("192.0.2.2")
+
+
 def test_a_64_of_ipv6_counts_as_one_address_and_a_trusted_proxy_has_no_limit() -> None:
     table = Connections(100, 1, is_exempt=lambda address: address == "10.0.0.1")
     for n in range(2):

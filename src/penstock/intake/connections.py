@@ -55,15 +55,19 @@ class Connections:
         group = self._groups.get(connection, "")
         return len(self) > self._most or self._counts[group] > self._limit(group)
 
-    def is_full(self) -> bool:
-        """Return whether no connection may be added, not even for a short time."""
-        return len(self) >= 2 * self._most
+    def is_full(self, address: str) -> bool:
+        """Return whether no connection of the address may be added, not even for a short time."""
+        group = self._group(address)
+        return len(self) >= 2 * self._most or self._counts[group] >= 2 * self._limit(group)
+
+    def _group(self, address: str) -> str:
+        return "" if self._is_exempt(address) else address_group(address)
 
     def _limit(self, group: str) -> float:
         return self._per_address if group else math.inf
 
     def add(self, connection: Any, address: str) -> None:
-        group = "" if self._is_exempt(address) else address_group(address)
+        group = self._group(address)
         self._groups[connection] = group
         self._counts[group] += 1
 
@@ -180,10 +184,11 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._raw = transport
         super().connection_made(_Transport(transport, self))  # type: ignore[arg-type]
-        if self.table.is_full():
+        address = self.client[0] if self.client else ""
+        if self.table.is_full(address):
             self._refuse()
             return
-        self.table.add(self, self.client[0] if self.client else "")
+        self.table.add(self, address)
         self._watch()
         self._wait()
 
