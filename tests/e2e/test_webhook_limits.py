@@ -177,6 +177,21 @@ def test_a_limited_address_may_send_large_signed_bodies_after_a_verified_one(
     assert send(large, *signature(large, "large")) == b"202"
 
 
+def test_unfinished_forged_bodies_do_not_drop_the_body_of_a_known_sender(server: Server) -> None:
+    large = ITEM + b" " * 1_000_000
+    assert server.post(ITEM, hook="signed", **sign(ITEM, "m1", int(time.time()))).status == 202
+    with connect(server) as s, contextlib.ExitStack() as stack:
+        s.sendall(head("/hooks/signed", *signature(large), "connection: close", length=len(large)))
+        s.sendall(large[:500_000])
+        strangers = [stack.enter_context(connect(server, "127.0.0.2")) for _ in range(40)]
+        for stranger in strangers:  # more than the memory of all bodies
+            stranger.sendall(head("/hooks/signed", *signature(b""), length=1 << 20))
+            stranger.sendall(b" " * ((1 << 20) - 1))
+        assert everything(strangers[0]).startswith(b"HTTP/1.1 503 ")
+        s.sendall(large[500_000:])
+        assert everything(s).startswith(b"HTTP/1.1 202 ")
+
+
 def test_one_address_may_use_half_of_the_rate_of_an_unsigned_hook(project: Project) -> None:
     server = Server(
         project,

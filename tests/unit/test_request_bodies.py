@@ -1,4 +1,4 @@
-"""The memory of request bodies: the oldest incomplete body is dropped, an unsigned one first."""
+"""The memory of request bodies: the oldest incomplete body is dropped, an untrusted one first."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from penstock.intake.bodies import Body, BodyBudget
 class Reading:
     """A request that reads its body."""
 
-    def __init__(self, budget: BodyBudget, signed: bool) -> None:
+    def __init__(self, budget: BodyBudget, trusted: bool) -> None:
         self.budget, self.dropped = budget, False
-        self.body: Body = budget.open(signed, self._drop)
+        self.body: Body = budget.open(trusted, self._drop)
 
     def _drop(self) -> None:
         self.dropped = True
@@ -37,26 +37,27 @@ def test_the_oldest_incomplete_body_is_dropped_for_a_new_one() -> None:
     assert third.gets(30)
     assert (first.dropped, second.dropped, third.dropped) == (True, False, False)
     assert budget.held == 70
-    assert not first.gets(1), "the dropped body is not counted again"
+    assert not first.gets(1)
+    assert budget.held == 70, "the dropped body is not counted again"
 
 
-def test_an_unsigned_body_is_dropped_before_an_older_signed_one() -> None:
+def test_an_untrusted_body_is_dropped_before_an_older_trusted_one() -> None:
     budget = BodyBudget(100)
-    signed, unsigned, other = Reading(budget, True), Reading(budget, False), Reading(budget, True)
-    assert signed.gets(60)
-    assert unsigned.gets(30)
+    trusted, untrusted, other = Reading(budget, True), Reading(budget, False), Reading(budget, True)
+    assert trusted.gets(60)
+    assert untrusted.gets(30)
     assert other.gets(20)
-    assert (signed.dropped, unsigned.dropped) == (False, True)
+    assert (trusted.dropped, untrusted.dropped) == (False, True)
 
 
-def test_unsigned_bodies_use_at_most_half_of_the_memory() -> None:
+def test_untrusted_bodies_use_at_most_half_of_the_memory() -> None:
     budget = BodyBudget(100)
-    signed = Reading(budget, True)
-    assert signed.gets(10)
-    unsigned = [Reading(budget, False) for _ in range(5)]
-    assert all(each.gets(20) for each in unsigned)
-    assert [each.dropped for each in unsigned] == [True, True, True, False, False]
-    assert not signed.dropped
+    trusted = Reading(budget, True)
+    assert trusted.gets(10)
+    untrusted = [Reading(budget, False) for _ in range(5)]
+    assert all(each.gets(20) for each in untrusted)
+    assert [each.dropped for each in untrusted] == [True, True, True, False, False]
+    assert not trusted.dropped
 
 
 def test_a_complete_body_is_never_dropped_and_stays_counted() -> None:
@@ -96,14 +97,14 @@ def test_bodies_never_hold_more_than_the_limit(steps: list[tuple[str, int]]) -> 
             done.add(reading)
         assert budget.held <= 100
         assert budget.held == sum(each.body.size for each in readings)
-        assert sum(each.body.size for each in readings if not each.body.signed) <= 50
+        assert sum(each.body.size for each in readings if not each.body.trusted) <= 50
     for reading in readings:
         budget.close(reading.body)
     assert budget.held == 0
 
 
-@pytest.mark.parametrize("signed", [False, True])
-def test_a_single_body_over_the_limit_is_dropped_itself(signed: bool) -> None:
-    reading = Reading(BodyBudget(100), signed)
+@pytest.mark.parametrize("trusted", [False, True])
+def test_a_single_body_over_the_limit_is_dropped_itself(trusted: bool) -> None:
+    reading = Reading(BodyBudget(100), trusted)
     assert not reading.gets(101)
     assert reading.dropped

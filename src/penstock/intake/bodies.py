@@ -7,20 +7,20 @@ from collections.abc import Callable
 from penstock.errors import RequestRefused
 
 MIN_BUDGET = 24 << 20  # bytes of all bodies together
-# Requests with an unsigned body may use this share. The rest belongs to requests whose headers have
-# a signature.
-UNSIGNED_SHARE = 0.5
+# Untrusted bodies may use this share. A forged signature costs nothing, so a body with a signature
+# is untrusted until its sender is known.
+UNTRUSTED_SHARE = 0.5
 
 
 class Body:
     """The body of one request, and its share of the budget."""
 
-    __slots__ = ("data", "drop", "evicted", "signed", "size")
+    __slots__ = ("data", "drop", "evicted", "size", "trusted")
 
-    def __init__(self, signed: bool, drop: Callable[[], None]) -> None:
+    def __init__(self, trusted: bool, drop: Callable[[], None]) -> None:
         self.data = bytearray()
         self.size = 0  # bytes that are counted
-        self.signed = signed  # True if the headers have a signature
+        self.trusted = trusted  # True if the sender was verified, now or before
         self.drop = drop  # ends the reading of the body
         self.evicted = False
 
@@ -28,27 +28,28 @@ class Body:
 class BodyBudget:
     """Counts the bytes of all bodies, until their requests are answered.
 
-    If the budget is full, the oldest incomplete body is dropped, an unsigned one first. A complete
+    If the budget is full, the oldest incomplete body is dropped, an untrusted one first. A complete
     body is never dropped.
     """
 
     def __init__(self, limit: int) -> None:
-        self.limit, self._unsigned_limit = limit, int(limit * UNSIGNED_SHARE)
+        self.limit, self._untrusted_limit = limit, int(limit * UNTRUSTED_SHARE)
         self.held = 0
-        self._unsigned = 0  # bytes
-        self._incomplete: dict[bool, dict[Body, None]] = {False: {}, True: {}}  # by `signed`
+        self._untrusted = 0  # bytes
+        self._incomplete: dict[bool, dict[Body, None]] = {False: {}, True: {}}  # by `trusted`
 
-    def open(self, signed: bool, drop: Callable[[], None]) -> Body:
-        body = Body(signed, drop)
-        self._incomplete[signed][body] = None
+    def open(self, trusted: bool, drop: Callable[[], None]) -> Body:
+        body = Body(trusted, drop)
+        self._incomplete[trusted][body] = None
         return body
 
     def add(self, body: Body, chunk: bytes) -> None:
         """Append received bytes. Raises RequestRefused if there is no memory for them."""
-        body.data += chunk
-        self._count(body, len(chunk))
-        while not body.evicted and self._is_over():
-            # The unsigned share is exceeded only while an unsigned body grows.
+        if not body.evicted:
+            body.data += chunk
+            self._count(body, len(chunk))
+        while self._is_over():  # at most until this body is dropped
+            # The untrusted share is exceeded only while an untrusted body grows.
             victim = next(iter(self._incomplete[False] or self._incomplete[True]))
             self.close(victim)
             victim.evicted = True
@@ -58,24 +59,24 @@ class BodyBudget:
 
     def complete(self, body: Body) -> bytes:
         """Return the body. It stays counted until `close`."""
-        self._incomplete[body.signed].pop(body, None)
+        self._incomplete[body.trusted].pop(body, None)
         data, body.data = bytes(body.data), bytearray()
         return data
 
     def close(self, body: Body) -> None:
         """Give back the memory of a body. May be called twice."""
-        self._incomplete[body.signed].pop(body, None)
+        self._incomplete[body.trusted].pop(body, None)
         self._count(body, -body.size)
         body.data = bytearray()
 
     def _count(self, body: Body, change: int) -> None:
         body.size += change
         self.held += change
-        if not body.signed:
-            self._unsigned += change
+        if not body.trusted:
+            self._untrusted += change
 
     def _is_over(self) -> bool:
-        return self.held > self.limit or self._unsigned > self._unsigned_limit
+        return self.held > self.limit or self._untrusted > self._untrusted_limit
 
 
 def no_memory() -> RequestRefused:

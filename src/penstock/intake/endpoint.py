@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from penstock.errors import RequestRefused, StoreUnavailable
 from penstock.intake.accept import Incomplete, Intake, Taken
-from penstock.intake.bodies import MIN_BUDGET, UNSIGNED_SHARE, Body, BodyBudget, no_memory
+from penstock.intake.bodies import MIN_BUDGET, UNTRUSTED_SHARE, Body, BodyBudget, no_memory
 from penstock.intake.openapi import document
 from penstock.model import Reason
 from penstock.ports import (
@@ -107,7 +107,7 @@ class Endpoint:
         self._proxies = proxies
         self._unverified = Unverified()
         largest = max((hook.source.max_body for hook in hooks), default=0)
-        self._bodies = BodyBudget(max(MIN_BUDGET, int(largest / UNSIGNED_SHARE)))
+        self._bodies = BodyBudget(max(MIN_BUDGET, int(largest / UNTRUSTED_SHARE)))
         self._large = asyncio.Semaphore(1)
 
     async def declare(self) -> None:
@@ -192,7 +192,10 @@ class Endpoint:
             hook.charge(address, loop.time())
         else:
             self._check_size(headers, address, loop.time())
-        body = await self._body(request, bool(source.signed), source.max_body)
+        trusted = bool(source.signed) and (
+            claim is None or self._unverified.is_known(address, loop.time())
+        )
+        body = await self._body(request, trusted, source.max_body)
         data = self._bodies.complete(body)
         try:
             signed_id = await self._work(data, source.verify, claim, data)
@@ -227,11 +230,11 @@ class Endpoint:
             if length is None or int(length[0]) > SMALL:
                 raise _too_often(wait)
 
-    async def _body(self, request: Request, signed: bool, most: int) -> Body:
+    async def _body(self, request: Request, trusted: bool, most: int) -> Body:
         """Read the body, with at most `most` bytes and within the timeout. The caller closes it."""
         loop = asyncio.get_running_loop()
         deadline = asyncio.timeout(self._timeout)
-        body = self._bodies.open(signed, lambda: deadline.reschedule(loop.time()))
+        body = self._bodies.open(trusted, lambda: deadline.reschedule(loop.time()))
         try:
             async with deadline:
                 async for chunk in request.stream():
