@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 from tests.e2e.harness import Project, Site, product, wait_for
+from tests.e2e.layouts import Server, lay_out, layouts
 
 from penstock.testing.web import Reply, Request, reply
 
@@ -84,6 +85,31 @@ def test_workers_that_are_killed_lose_no_waiting_link(project: Project, site: Si
     rows = project.rows()
     assert len(rows) == len({row["sku"] for row in rows}) == 1203
     project.doctor()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    layouts("apart", "redis", "rabbitmq", "kafka", "sqs", "postgres", "redis+postgres"),
+)
+def test_a_kill_in_any_layout_loses_and_doubles_no_waiting_link(
+    project: Project, site: Site, server: Server, layout: str
+) -> None:
+    lay_out(project, layout, server, quick=True)
+    serve(site, 2, 150)
+    project.set(intake_max_pending="10", lease="2s")
+    project.push(site.url("/p/0"), site.url("/p/1"))
+    running = project.start("run", "shop.py")
+    wait_for(lambda: sum(fetched(site).values()) > 60, "links are fetched", 120)
+    running.kill()
+    waiting = project.status()["links"]["waiting"]
+    assert 0 < waiting < 300
+    project.run()
+    status = project.status()
+    assert status["total"]["accepted"] == status["total"]["success"] == 302
+    assert status["counters"]["followed"] == 300
+    assert len(fetched(site)) == 302
+    rows = project.rows()
+    assert len(rows) == len({row["sku"] for row in rows}) == 302
 
 
 def test_links_of_split_roles_wait_in_the_process_that_ends_the_events(
