@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -113,6 +114,18 @@ async def test_a_fast_download_is_not_ended_while_permits_are_scarce() -> None:
     async with server(fast) as s, client(s.port) as c:
         c.scarcity = lambda: SCARCE
         assert len((await c.fetch(f"http://127.0.0.1:{s.port}/")).body) == 200_000
+
+
+async def test_permits_are_measured_also_while_the_event_loop_is_busy() -> None:
+    measured: list[float] = []
+    async with server(drip_body) as s, client(s.port) as c:
+        c.scarcity = lambda: measured.append(time.monotonic())
+        task = asyncio.create_task(c.fetch(f"http://127.0.0.1:{s.port}/"))
+        while not task.done():
+            time.sleep(0.3)  # noqa: ASYNC251 (the busy loop)
+            await asyncio.sleep(0)
+        assert (await task).status == 200
+    assert len(measured) >= 4
 
 
 async def test_a_robots_file_that_was_too_slow_is_not_stored_as_unreachable() -> None:

@@ -266,12 +266,13 @@ class Engine:
         if behind > _LOOP_LAG_LIMIT:
             for ex in self.active.values():
                 ex.extend_timeouts(behind, now)
-        # An exchange that this process has paused does not wait for the server.
-        # A busy event loop would make fast servers look slow.
-        scarce = self._scarcity() if behind < _BUSY_LAG else None
+        scarce = self._scarcity()  # always called, because it also finds slow domains
+        if behind >= _BUSY_LAG:
+            scarce = None  # a busy event loop makes fast servers look slow
         late = [
             (ex, failure)
             for ex in self.active.values()
+            # An exchange that this process has paused does not wait for the server.
             if not ex.paused_at and (failure := ex.overdue(now, scarce)) is not None
         ]
         for ex, failure in late:
