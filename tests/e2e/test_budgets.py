@@ -198,3 +198,24 @@ def test_budgets_hold_with_one_process_for_each_role(project: Project, site: Sit
         stop(each)
     assert sum(asked(site).values()) == 10
     assert project.status()["counters"]["followed_over_host"] == 91
+
+
+def test_a_run_ends_while_an_event_waits_for_a_budget_and_links_wait_for_the_event(
+    project: Project, site: Site
+) -> None:
+    site.serve("/p/a", product("a", more=links(*(f"/p/{n}" for n in range(30)))))
+    site.serve("/p/b", product("b"))
+    for n in range(30):
+        site.serve(f"/p/{n}", product(n))
+    project.set(limits_pages_per_day="1", intake_max_pending="2")
+    project.push(site.url("/p/a"))
+    project.push(site.url("/p/b"))
+    done = project.run("--workers", "2", expect=1)
+    assert "the page budget of this UTC day is used up, 1 event waiting" in done.err
+    status = project.status()
+    assert (status["total"]["success"], status["total"]["delayed"]) == (1, 1)
+    assert status["links"]["waiting"] == 30
+    project.set(limits_pages_per_day="100")
+    project.run("--workers", "2")
+    assert project.total()["accepted"] == project.total()["success"] == 32
+    project.doctor()
