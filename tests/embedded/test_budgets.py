@@ -11,9 +11,11 @@ from tests.embedded.test_books import Rig
 
 from penstock.model import Link
 from penstock.ports import MAX_CAUSES
+from penstock.rules import pace
 from penstock.rules.budgets import DAY, Limits, Run, day_end, day_of, describe, key_of
 from penstock.rules.links import pack
 from penstock.rules.routes import ServedPool
+from penstock.rules.waiting import RECHECK
 
 SITE = "http://shop.test/"
 
@@ -103,6 +105,30 @@ async def test_pushed_events_over_the_budget_of_their_host_wait_for_an_operator(
     assert await started(unlimited) == ["d"]
     assert await waits(rig) == {}
     rig.assert_queued()
+
+
+async def test_events_over_a_budget_take_no_slot_of_their_host(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, limits=pace.Limits(rate=1.0), budgets=Limits(pages_per_host=1))
+    await push(rig, "a")
+    await start_all(rig)
+    began = rig.clock.now()
+    await push(rig, *(f"e{n}" for n in range(50)))
+    while held := await rig.receive(500):
+        assert await rig.admit(held) == []
+    assert await waits(rig) == {"budget:pages:host:shop.test": 50}
+    assert rig.row("e49")["not_before"] == began + RECHECK
+    assert used(rig, "pages:host:shop.test") == 1
+    rig.assert_queued()
+
+
+@pytest.mark.parametrize("limit", ["pages_per_day", "bytes_per_day"])
+async def test_a_stored_page_needs_no_budget(rigs: Rigs, limit: str) -> None:
+    rig = rigs("r1", **{limit: 1})
+    await push(rig, "a")
+    (begun,) = await rig.start("a")
+    rig.engine.traffic.count(None, 10)
+    await rig.conclude(begun, "release", body=b"x")
+    assert await started(rig) == ["a"]
 
 
 async def test_a_retry_is_not_charged_again(rigs: Rigs) -> None:

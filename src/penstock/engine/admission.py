@@ -142,6 +142,9 @@ class Admission:
         keys = [self._url_key(e.url) for e in readable if not e.force] if fetches else []
         holders = session.holders(tx, keys)
         gate = RouteGate(tx, self.settings, now)
+        budgets = StartGate(tx, self.settings, self._traffic, now)
+        if fetches:
+            budgets.peek(readable)
         for d, e in deliveries:
             outcome: Outcome | None = None
             admitted = ALREADY_SETTLED
@@ -169,6 +172,8 @@ class Admission:
                     )
                     if holder is not None:
                         outcome = self._apply_freshness(tx, session, e, state, holder, now)
+                    if outcome is None and needs_request and self.settings.budgets.any:
+                        outcome = budgets.delay_early(e, state)
                     if outcome is None:
                         wants[e.key] += needs_request
                         admitted = self._admitted(tx, e, state, holder, needs_request)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -19,6 +19,7 @@ from penstock.ports import (
     Clock,
     Delivery,
     Durability,
+    EventState,
     StoppedTrap,
     Topics,
     Transaction,
@@ -85,18 +86,19 @@ class StartGate:
     ) -> None:
         self._tx, self._settings, self._traffic, self._now = tx, settings, traffic, now
         self._limits, self._account = settings.budgets, _Account(tx, now)
+        self._seen: dict[Key, int] = {}  # amounts that were read without a lock
 
     def read(self, starts: Iterable[tuple[Delivery, Event, Admitted]]) -> None:
         """Read the budgets of these events in one statement."""
         if self._limits.has_pages:
-            self._account.read(key for _, e, a in starts for key in self._keys(e, a))
+            self._account.read(key for _, e, a in starts for key in self._keys(e, a.starts))
 
-    def _keys(self, e: Event, a: Admitted) -> list[Key]:
-        """Return the budgets to charge.
+    def _keys(self, e: Event, starts: int) -> list[Key]:
+        """Return the budgets to charge for the next start of an event with this many starts.
 
         A link was charged when it was accepted, except to the day. A retry is charged nothing.
         """
-        if a.starts:
+        if starts:
             return []
         s = self._settings
         if e.parent is None:
@@ -114,18 +116,38 @@ class StartGate:
 
         Otherwise the event waits in the ledger, and the result is the outcome of its delivery.
         """
-        limits = self._limits
-        what = BYTES_DAY if limits.bytes_per_day and self._traffic.is_spent(BYTES_DAY) else None
-        if what is None and limits.has_pages:
-            keys = self._keys(e, a)
-            what = next((k[0] for k in keys if self._account.used(k) >= limits.of(k[0])), None)
-            if what is None:
-                self._account.charge(keys)
+        keys = self._keys(e, a.starts) if self._limits.has_pages else []
+        what = self._used_up(keys, self._account.used)
         if what is None:
+            self._account.charge(keys)
             return None
         state = state_of(self._tx, e.id)
         if state is None or state.status not in OPEN:
             return Ack()
+        return self._delay(e, state, what)
+
+    def delay_early(self, e: Event, state: EventState) -> Outcome | None:
+        """As delay, before the event gets a slot of its host. Charges nothing. See `peek`.
+
+        So events over a budget do not wait for their turn at the host only to be delayed.
+        """
+        keys = self._keys(e, state.starts) if self._limits.has_pages else []
+        what = self._used_up(keys, self._seen.__getitem__)
+        return None if what is None else self._delay(e, state, what)
+
+    def peek(self, events: Iterable[Event]) -> None:
+        """Read the budgets that `delay_early` needs for these events, in one statement."""
+        if self._limits.has_pages and (keys := {k for e in events for k in self._keys(e, 0)}):
+            self._seen = self._tx.budgets.used(list(keys))
+
+    def _used_up(self, keys: Sequence[Key], used: Callable[[Key], int]) -> str | None:
+        """Return the first budget that is used up, or None."""
+        limits = self._limits
+        if limits.bytes_per_day and self._traffic.is_spent(BYTES_DAY):
+            return BYTES_DAY
+        return next((key[0] for key in keys if used(key) >= limits.of(key[0])), None)
+
+    def _delay(self, e: Event, state: EventState, what: str) -> Outcome:
         until = day_end(self._now) if is_daily(what) else self._now + RECHECK
         reason = sentence(Reason.BUDGET, what)
         self._tx.events.delay(e, state, until, reason, self._now, waits_for=BUDGET + what)
