@@ -10,9 +10,11 @@ from tests.embedded.test_books import Rig
 
 from penstock.engine.maintenance import abandon
 from penstock.engine.publishing import requeue
+from penstock.model import Link
 from penstock.operate.waiting import stuck_in
 from penstock.ports import Accepted, Transaction
 from penstock.rules.events import event_of
+from penstock.rules.links import pack
 
 HOST = "host:shop.example"
 
@@ -62,6 +64,29 @@ async def test_a_run_ends_although_links_wait_behind_an_event_that_waits(tmp_pat
     assert not await feeder.feed()
     (wait,) = await rig.uow.read(partial(stuck_in, can_feed=feeder.can_feed))
     assert wait.cause == HOST
+
+
+async def test_links_that_are_too_deep_do_not_wait(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, follow_depth=0)
+    await rig.accept("e1", url="http://shop.example/e1")
+    (begun,) = await rig.start("e1")
+    urls = [f"http://shop.example/{n}" for n in range(700)]
+    more = pack([Link(url=url, extractor="page") for url in urls[500:]])
+    await rig.succeed(begun, links=urls[:500], more_links=more)
+    assert rig.count("followed_too_deep") == 700
+    assert rig.count("links_waiting") == 0
+
+
+async def test_links_that_wait_are_dropped_if_follow_depth_is_lowered(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, max_pending=1)
+    await rig.accept("e1", url="http://shop.example/e1")
+    (begun,) = await rig.start("e1")
+    await rig.succeed(begun, links=["http://shop.example/a", "http://shop.example/b"])
+    assert rig.count("links_waiting") == 2
+    flat = Rig(tmp_path, worker="w2", base=rig, follow_depth=0)
+    await flat.lifecycle.feeder.feed()
+    assert rig.count("followed_too_deep") == 2
+    assert rig.count("links_waiting") == 0
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5, 9, 10, 11, 100])

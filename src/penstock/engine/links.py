@@ -146,6 +146,9 @@ class LinkAcceptor:
         At most `share` links are decided, and only while there is room. All other links are kept in
         the ledger.
         """
+        if self._is_last(end.event):
+            count["followed_too_deep"] += len(end.links) + sum(p.count for p in end.more_links)
+            return
         links, more = self._first_links(end, count)
         read = links[: max(share, MIN_READ)]
         tokens = session_tokens(self._settings, end.event.url, read)
@@ -153,6 +156,10 @@ class LinkAcceptor:
         rest = [*pack(links[decided:]), *more]
         if rest:
             tx.links.store(end.row, end.event.topic, write_chunks(end.event, rest, tokens))
+
+    def _is_last(self, parent: Event) -> bool:
+        """Return True if all links of a page are too deep."""
+        return parent.depth + 1 > self._settings.follow_depth
 
     def _first_links(
         self, end: End, count: Counter[str]
@@ -208,6 +215,9 @@ class LinkAcceptor:
     ) -> int:
         """Accept these links, and return how many became events."""
         s = self._settings
+        if self._is_last(parent):  # the option was lowered while the links waited
+            count["followed_too_deep"] += len(links)
+            return 0
         home = host_key(parent.url, by="domain") if s.follow_same_domain else None
         gate = LinkGate(tx, s, parent, tokens, now)
         candidates: list[tuple[Link, Event]] = []
@@ -253,8 +263,6 @@ class LinkAcceptor:
         `url` is the link's canonical URL. `home` is the domain that links must not leave.
         """
         s = self._settings
-        if parent.depth + 1 > s.follow_depth:
-            return "followed_too_deep", ()
         if home is not None and host_key(url, by="domain") != home:
             return "followed_offsite", ()
         key = self._url_key(url)
