@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
@@ -86,7 +87,8 @@ class Permits:
 async def permits(
     directory: Path, total: int, limits: pace.Limits | None = None
 ) -> AsyncIterator[Permits]:
-    rig = Rig(directory, limits=limits or pace.Limits(rate=None, concurrency=total))
+    limits = limits or pace.Limits(rate=None, concurrency=total)
+    rig = Rig(directory, limits=limits, lease=86400.0)  # nothing extends the leases
     made = Permits(rig, total)
     task = asyncio.create_task(made.dispatcher.run(made.start))
     try:
@@ -182,3 +184,46 @@ async def test_only_slow_requests_make_the_worker_release_waiting_events(
         receiving.cancel()
         await asyncio.gather(receiving, return_exceptions=True)
         assert (p.window.held == before) is kept
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("total", [1, 2, 7])
+async def test_every_event_starts_and_every_permit_is_given_back(
+    tmp_path: Path, total: int, seed: int
+) -> None:
+    """Requests end, wait for slots, and are cancelled in a random order."""
+    rng = random.Random(seed)
+    async with permits(tmp_path, total, pace.Limits(rate=None, concurrency=2)) as p:
+        dispatcher, urls = p.dispatcher, [f"http://h{n % 5}.d{n % 3}.test/{n}" for n in range(40)]
+        returning: dict[asyncio.Task[None], InflightEvent] = {}
+        for n in range(0, 40, 10):
+            await p.accept_all(urls[n : n + 10])
+            for _ in range(40):
+                match rng.randrange(5):
+                    case 0 | 1 if p.running:
+                        await p.finish(1, rng.choice(p.running).event.key)
+                    case 2 if p.running:
+                        item = p.running.pop(rng.randrange(len(p.running)))
+                        dispatcher.leave_permit(item)
+                        wait = dispatcher.take_permit_again(item, rng.choice([0.0, 1.0]))
+                        returning[asyncio.create_task(wait)] = item
+                    case 3 if returning and rng.random() < 0.3:
+                        rng.choice(list(returning)).cancel()
+                    case _:
+                        p.rig.clock.advance(rng.choice([0.1, 1.0, 4.0]))
+                        dispatcher.scarcity()
+                await asyncio.sleep(0)
+                for task in [task for task in returning if task.done()]:
+                    p.running.append(returning.pop(task))
+        async with asyncio.timeout(20):
+            while p.running or returning or len(p.started) < len(urls):
+                p.rig.clock.advance(1.0)
+                if p.running:
+                    await p.finish(1, p.running[0].event.key)
+                await p.settle()
+                for task in [task for task in returning if task.done()]:
+                    p.running.append(returning.pop(task))
+        assert sorted(p.started) == sorted(urls)
+        assert (dispatcher.active, dispatcher._returning) == (0, 0)
+        assert not dispatcher._in_flight
+        assert not dispatcher._sleeping
