@@ -63,7 +63,7 @@ class Permits:
         await self.settle()
 
     async def settle(self) -> None:
-        """Wait until the dispatcher starts no more events."""
+        """Wait until the dispatcher has stopped starting events."""
         before = -1
         while before != len(self.started):
             before = len(self.started)

@@ -40,7 +40,7 @@ def test_no_window_has_more_requests_than_burst_and_rate(
     for gap in gaps:
         now += gap
         early = limiter.early(now)
-        assert limiter.wait(now) == early, "`early` tells what `wait` will return"
+        assert limiter.wait(now) == early, "`early` returns what `wait` will return"
         if not early:
             taken.append(now)
     for i, first in enumerate(taken):

@@ -10,35 +10,33 @@ from penstock.config.section import Opt, Section
 
 class LimitsConfig(Section, frozen=True, kw_only=True):
     pages_per_host: Annotated[
-        int, Opt(units.counts(0), "pages of one host (0 is no limit)", example="10000")
+        int, Opt(units.counts(0), "pages of one host (0: unlimited)", example="10000")
     ] = 0
     pages_per_trace: Annotated[
         int,
         Opt(
             units.counts(0),
-            "pages of one trace: a first page and everything that it leads to (0 is no limit)",
+            "pages of one trace: a first page and everything that it leads to (0: unlimited)",
             example="1000",
         ),
     ] = 0
     pages_per_run: Annotated[
         int,
-        Opt(
-            units.counts(0), "pages of one `penstock run` command (0 is no limit)", example="50000"
-        ),
+        Opt(units.counts(0), "pages of one `penstock run` command (0: unlimited)", example="50000"),
     ] = 0
     pages_per_day: Annotated[
-        int, Opt(units.counts(0), "pages of one UTC day (0 is no limit)", example="100000")
+        int, Opt(units.counts(0), "pages of one UTC day (0: unlimited)", example="100000")
     ] = 0
     bytes_per_day: Annotated[
         int,
-        Opt(units.sizes(0), "bytes sent and received in one UTC day (0 is no limit)", "50GiB"),
+        Opt(units.sizes(0), "bytes sent and received in one UTC day (0: unlimited)", "50GiB"),
     ] = 0
     pool_bytes_per_day: Annotated[
         int,
-        Opt(units.sizes(0), "the same for each proxy pool (0 is no limit)", example="2GiB"),
+        Opt(units.sizes(0), "the same for each proxy pool (0: unlimited)", example="2GiB"),
     ] = 0
     links_per_page: Annotated[
-        int, Opt(units.counts(0), "links that one page may lead to (0 is no limit)", example="500")
+        int, Opt(units.counts(0), "links that one page may lead to (0: unlimited)", example="500")
     ] = 0
     traps: Annotated[
         int,

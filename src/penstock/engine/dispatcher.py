@@ -433,7 +433,7 @@ class Dispatcher:
 
     def take_excess(self, *, crowded: bool) -> list[InflightEvent]:
         """Remove and return the newest waiting events beyond each host's share of the window."""
-        # If the window is crowded by more hosts than it has shares, some hosts have none.
+        # If events of more hosts wait than there are shares, some hosts have no share.
         room = max(1, self._options.window // 4) if crowded else self._options.window
         excess: Counter[str] = Counter()
         for host, (n, share) in self._window_shares(crowded).items():

@@ -240,7 +240,7 @@ class Handlers:
     def _on_page(self, item: InflightEvent, r: Response) -> None:
         """Extract the page, publish it on `pages`, or end the event as unchanged."""
         b, hash_ = item.admitted.baseline, page_id(r.body)
-        # Nobody may read cookies and tokens in the page store, the ledger and the broker.
+        # The page store, the ledger and the broker must not contain cookies and tokens.
         headers = mask_headers(r.headers)
         item.response, item.body = r, r.body
         item.meta = PageMeta(

@@ -43,11 +43,11 @@ class LinkFeeder:
         self._uow, self._claims, self._topics = uow, claims, topics
         self._acceptor, self._max_pending, self._clock = acceptor, max_pending, clock
         self._after = 0  # row number of the last page whose links were decided
-        self._waiting = True  # False if no links waited at the last look
+        self._waiting = True  # False if the last read found no waiting links
         self._room = asyncio.Event()
 
     def wake(self, *, links: bool) -> None:
-        """Look again, because events have ended. `links` is True if their pages have links."""
+        """Read the ledger again, because events have ended. `links` is True if their pages have links."""
         if links:
             self._waiting = True
         if self._waiting:
@@ -118,7 +118,7 @@ class LinkFeeder:
         counts: dict[str, Counter[str]] = {}
         for chunk in chunks:
             if not tx.links.holds(chunk):
-                last = chunk.page  # another worker was faster, so look again
+                last = chunk.page  # another worker has decided it, so read the next chunks
                 continue
             page, links, tokens = read_chunk(chunk.body)
             count = counts.setdefault(page.topic, Counter())

@@ -1,4 +1,4 @@
-"""Messages that this worker cannot read: those of a newer release, and those that are no events."""
+"""Messages that this worker cannot read: those of a newer release, and invalid ones."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ class Proxies:
     def _with_bytes_left(self, order: Sequence[rules.Pool], now: float) -> tuple[rules.Pool, ...]:
         """Return the pools whose byte budget of this day is not used up.
 
-        If there is none, the event waits until the day ends.
+        If the result is empty, the event waits until the day ends.
         """
         if self._traffic is None:
             return tuple(order)

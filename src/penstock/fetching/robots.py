@@ -166,7 +166,7 @@ class RobotsTxt:
             self._size -= old.size
         self._size += known.size
         self._known[site] = known
-        # The newest entry stays, even if it is too large alone. Its site needs it again at once.
+        # The newest entry stays, even if it is too large alone. The next event of its site needs it.
         while len(self._known) > 1 and (
             self._size > RULES_IN_MEMORY or len(self._known) > self._options.robots_in_memory
         ):
@@ -211,7 +211,7 @@ class RobotsTxt:
                     # The host does not exist, so it has no robots.txt rules. Fail the page with the
                     # same error now.
                     raise
-                # SLOW says more about this worker than about the site, so it is not stored.
+                # SLOW depends on the load of this worker, so it is not stored.
                 if (e.kind is ErrorClass.TRANSIENT and e.code is not Reason.SLOW) or oversized(e):
                     return _UNREACHABLE, None
                 if e.kind is ErrorClass.PERMANENT:

@@ -22,7 +22,7 @@ IDLE_GRACE = 1.0
 # already, and then it is processed.
 ROOM_AFTER = 0.01
 # Seconds, and bytes. The rest of a refused body is received and dropped. If the server closed the
-# connection at once, a client that is still writing would lose the response.
+# connection immediately, a client that is still writing would lose the response.
 LINGER, LINGER_BYTES = 2.0, 8 << 20
 # Bytes that are parsed in one turn of the event loop. The smallest headers take 40 ms for them.
 PIECE = 64 << 10
@@ -348,7 +348,7 @@ class Connection(H11Protocol):
     def close(self) -> None:
         """Close the connection after the response.
 
-        If the client may still be sending a body, only the sending side is closed. What arrives is
+        If the client may still be sending a body, only the sending side is closed. Received bytes are
         dropped until the client closes, or a limit is reached.
         """
         if self.transport.is_closing():

@@ -68,7 +68,7 @@ class BodyMemory:
     """Limits the memory of response bodies in progress.
 
     Above the limit small bodies and one large body may continue, so that at least one can finish.
-    Other large bodies are paused when they receive data, until an exchange ends. The one that may
+    Other large bodies are paused when they receive data, until an exchange ends. The large body that may
     continue must be fast while others are paused (`rules.speed`). The smallest is resumed first.
     """
 
@@ -476,7 +476,7 @@ class Exchange:
         return sum(map(len, self.lines))
 
     def wire_bytes(self) -> int:
-        """Return the bytes of HTTP that were sent and received, as they were transferred.
+        """Return the HTTP bytes that were sent and received, without decoding.
 
         Bytes of TLS, TCP and IP are not included.
         """

@@ -38,4 +38,4 @@ class WaitingLinks(Protocol):
         """Return True if the chunk is stored and no other transaction has shortened it."""
 
     def shorten(self, chunk: LinkChunk, topic: str, links: int, body: bytes) -> None:
-        """Replace a chunk by its last `links` links, or delete it if there are none. Count it."""
+        """Replace a chunk by its last `links` links, or delete it if `links` is 0. Count it."""

@@ -26,7 +26,7 @@ class Run(msgspec.Struct, frozen=True):
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of one worker. 0 is no limit."""
+    """Limits of one worker. 0 means unlimited."""
 
     pages_per_host: int = 0
     pages_per_trace: int = 0

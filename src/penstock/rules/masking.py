@@ -146,7 +146,7 @@ _SECRET_HEADER = re.compile(
     r"(?i)cookie|auth(?!or(?!i[sz]))|token|secret|session|csrf|xsrf|(?:api|access)[-_]?key|jwt"
     r"|signature|password|credential"
 )
-# Challenges of a server say which login it wants. They contain no credentials.
+# A challenge of a server names the wanted login. It contains no credentials.
 _CHALLENGES = ("www-authenticate", "proxy-authenticate")
 _WITH_URLS = ("location", "content-location", "refresh", "link")
 # Attributes of a cookie that have no secret.

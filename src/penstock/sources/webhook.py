@@ -246,7 +246,7 @@ class Webhook(BaseSource):
         )
 
     def _claim(self, headers: Headers, now: float) -> Claim | None:
-        """Return the signature to verify. The headers of a bearer token are verified at once."""
+        """Return the signature to verify. A bearer token is verified here."""
         match self.signed:
             case "standard":
                 return signatures.read_standard(headers, now, self.tolerance)

@@ -49,7 +49,7 @@ CREATE TABLE ends(what TEXT NOT NULL, bucket INTEGER NOT NULL, class TEXT NOT NU
 -- Hosts and extractors that the breaker paused. `counted` is 0 after an operator resumed the topic.
 CREATE TABLE breaker(what TEXT PRIMARY KEY, class TEXT NOT NULL, reason TEXT NOT NULL,
   at REAL NOT NULL, counted INTEGER NOT NULL DEFAULT 1) WITHOUT ROWID;
--- What was used of each budget: "pages:host:shop.example", "pages:day" with its day. The counters
+-- Used amount of each budget: "pages:host:shop.example", "pages:day" with its day. The counters
 -- of URL templates are here too: "trap:date:TRACE" with a hash of the template.
 CREATE TABLE budget(what TEXT NOT NULL, period TEXT NOT NULL, used INTEGER NOT NULL,
   at REAL NOT NULL, PRIMARY KEY(what, period)) WITHOUT ROWID;
