@@ -77,6 +77,20 @@ async def test_links_that_are_too_deep_do_not_wait(tmp_path: Path) -> None:
     assert rig.count("links_waiting") == 0
 
 
+async def test_damaged_links_are_counted_and_do_not_stop_the_others(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, max_pending=10)
+    await rig.accept("e1", url="http://shop.example/e1")
+    (begun,) = await rig.start("e1")
+    await rig.uow.write(lambda tx: tx.links.store(1, "requests", [(3, b"damaged")]))
+    more = pack([Link(url="http://shop.example/a", extractor="page")])
+    await rig.succeed(begun, links=["http://shop.example/b"], more_links=more)
+    while await rig.lifecycle.feeder.feed():
+        pass
+    assert rig.count("followed_bad") == 3
+    assert rig.count("followed") == 2
+    assert rig.count("links_waiting") == 0
+
+
 async def test_links_that_wait_are_dropped_if_follow_depth_is_lowered(tmp_path: Path) -> None:
     rig = Rig(tmp_path, max_pending=1)
     await rig.accept("e1", url="http://shop.example/e1")

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
+import msgspec
+
 from penstock.engine.claim_session import Claims, ClaimSession
 from penstock.engine.links import (
     MAX_DECIDED,
@@ -17,6 +19,7 @@ from penstock.engine.links import (
     write_chunks,
 )
 from penstock.errors import StoreUnavailable
+from penstock.model import Event, Link
 from penstock.ports import LINKS_WAITING, Clock, LinkChunk, Topics, Transaction, UnitOfWork
 from penstock.rules.links import CHUNK, pack
 
@@ -47,7 +50,10 @@ class LinkFeeder:
         self._room = asyncio.Event()
 
     def wake(self, *, links: bool) -> None:
-        """Read the ledger again, because events have ended. `links` is True if their pages have links."""
+        """Read the ledger again, because events have ended.
+
+        `links` is True if their pages have links.
+        """
         if links:
             self._waiting = True
         if self._waiting:
@@ -87,7 +93,7 @@ class LinkFeeder:
         self._waiting, chunks = await self._uow.read(self._next)
         if not chunks:
             return False
-        pages = [read_chunk(chunk.body) for chunk in chunks]
+        pages = [page for chunk in chunks if (page := _read(chunk)) is not None]
         session = await self._claims.open(
             lambda: self._acceptor.keys([links for _, links, _ in pages])
         )
@@ -120,7 +126,11 @@ class LinkFeeder:
             if not tx.links.holds(chunk):
                 last = chunk.page  # another worker has decided it, so read the next chunks
                 continue
-            page, links, tokens = read_chunk(chunk.body)
+            if (read := _read(chunk)) is None:
+                self._drop(tx, chunk)
+                last = chunk.page
+                continue
+            page, links, tokens = read
             count = counts.setdefault(page.topic, Counter())
             decided = self._acceptor.accept(tx, session, page, links, tokens, room, now, count)
             if decided:
@@ -130,3 +140,22 @@ class LinkFeeder:
         for topic, count in counts.items():
             tx.counters.add(topic, count)
         return last, set(counts)
+
+    def _drop(self, tx: Transaction, chunk: LinkChunk) -> None:
+        """Delete links that nobody can read, and count them. Otherwise they would wait forever."""
+        topic = tx.counters.topics_with(LINKS_WAITING)[0]
+        tx.links.shorten(chunk, topic, 0, b"")
+        tx.counters.add(topic, {"followed_bad": chunk.links})
+        log.error(
+            "%d waiting links of the event in row %d are damaged, and were dropped",
+            chunk.links,
+            chunk.page,
+        )
+
+
+def _read(chunk: LinkChunk) -> tuple[Event, Sequence[Link], Sequence[str]] | None:
+    """Return the event of the page, its links and their session ids. None if they are damaged."""
+    try:
+        return read_chunk(chunk.body)
+    except (msgspec.MsgspecError, UnicodeError):
+        return None

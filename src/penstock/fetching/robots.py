@@ -166,7 +166,8 @@ class RobotsTxt:
             self._size -= old.size
         self._size += known.size
         self._known[site] = known
-        # The newest entry stays, even if it is too large alone. The next event of its site needs it.
+        # The newest entry stays, even if it is too large alone: the next event of its site needs
+        # it.
         while len(self._known) > 1 and (
             self._size > RULES_IN_MEMORY or len(self._known) > self._options.robots_in_memory
         ):

@@ -348,8 +348,8 @@ class Connection(H11Protocol):
     def close(self) -> None:
         """Close the connection after the response.
 
-        If the client may still be sending a body, only the sending side is closed. Received bytes are
-        dropped until the client closes, or a limit is reached.
+        If the client may still be sending a body, only the sending side is closed. Received bytes
+        are dropped until the client closes, or a limit is reached.
         """
         if self.transport.is_closing():
             return

@@ -68,8 +68,9 @@ class BodyMemory:
     """Limits the memory of response bodies in progress.
 
     Above the limit small bodies and one large body may continue, so that at least one can finish.
-    Other large bodies are paused when they receive data, until an exchange ends. The large body that may
-    continue must be fast while others are paused (`rules.speed`). The smallest is resumed first.
+    Other large bodies are paused when they receive data, until an exchange ends. The large body
+    that continues must be fast while others are paused (`rules.speed`). The smallest is resumed
+    first.
     """
 
     def __init__(self, limit: int, now: Callable[[], float]) -> None:

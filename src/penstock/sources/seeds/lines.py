@@ -23,8 +23,8 @@ RATIO_FREE: Final = 64 << 20  # decompressed bytes for which the ratio is not ch
 # Bytes of a CSV record over several lines. Without a limit, one stray quote would make the rest of
 # the object a single record.
 MAX_SPAN: Final = 64 << 10
-# Bytes that may be searched for the end of a quote without a result: this many, and as many times the bytes
-# that were read. Without a limit, lines of five bytes would need 64 KiB of work each.
+# Bytes that may be searched for the end of a quote without a result: this many, and as many times
+# the bytes that were read. Without a limit, lines of five bytes would need 64 KiB of work each.
 VAIN_FREE: Final = 4 << 20
 VAIN_RATIO: Final = 8
 LONG_SHOWN: Final = 2000  # bytes of a record that is too long, in the finding
