@@ -7,11 +7,13 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 
+import msgspec
 import pytest
 from tests.embedded.test_fetch_stage import rig as stage_rig
 from tests.embedded.test_http_engine import client, failing, ok, server
 
-from penstock.model import ErrorClass, Reason
+from penstock.model import ErrorClass, Failure, Reason
+from penstock.ports import Response
 from penstock.rules.proxies import ProxyFailed
 from penstock.rules.speed import Scarcity
 from penstock.testing.web import Reply, Request
@@ -83,6 +85,20 @@ async def test_a_slow_answer_ends_as_transient_only_while_other_domains_wait(
         assert (await c.fetch(url)).status == 200
         c.scarcity = lambda: Scarcity(2000.0, 0.5, frozenset({"127.0.0.1"}))
         assert (await c.fetch(url)).status == 200, "only its own domain waits"
+
+
+async def test_no_more_slow_answers_end_than_permits_are_needed() -> None:
+    async with server(drip_body) as s, client(s.port) as c:
+
+        def scarce() -> Scarcity | None:
+            ended = sum(task.done() for task in tasks)
+            return msgspec.structs.replace(SCARCE, needed=3 - ended) if ended < 3 else None
+
+        c.scarcity = scarce
+        tasks: list[asyncio.Task[Response]] = []
+        tasks += [asyncio.create_task(c.fetch(f"http://127.0.0.1:{s.port}/")) for _ in range(8)]
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert sum(isinstance(result, Failure) for result in results) == 3
 
 
 async def test_a_server_that_never_answers_the_tls_handshake_is_too_slow() -> None:

@@ -116,6 +116,7 @@ def test_34_hosts_with_300_bytes_a_second_are_too_slow() -> None:
     assert found is not None
     assert found.speed > 300
     assert found.span < 10
+    assert found.needed == 1, "one more than the reserved permits"
 
 
 @given(totals, st.data())

@@ -269,14 +269,16 @@ class Engine:
         scarce = self._scarcity()  # always called, because it also finds slow domains
         if behind >= _BUSY_LAG:
             scarce = None  # a busy event loop makes fast servers look slow
-        late = [
-            (ex, failure)
-            for ex in self.active.values()
-            # An exchange that this process has paused does not wait for the server.
-            if not ex.paused_at and (failure := ex.overdue(now, scarce)) is not None
-        ]
-        for ex, failure in late:
-            ex.failure = failure
-            self.stop(ex)
+        needed = scarce.needed if scarce is not None else 0
+        for ex in list(self.active.values()):  # the oldest first
+            # The end of another exchange may have ended this one. An exchange that this process has
+            # paused does not wait for the server.
+            if ex.curl not in self.active or ex.paused_at:
+                continue
+            failure = ex.overdue(now, scarce if needed > 0 else None)
+            if failure is not None:
+                needed -= failure.code is Reason.SLOW
+                ex.failure = failure
+                self.stop(ex)
         if self.active:
             self._timeout_timer = self._loop.call_later(self._check_interval, self._check_timeouts)

@@ -18,6 +18,7 @@ class Scarcity(msgspec.Struct, frozen=True):
     speed: float  # bytes per second
     span: float  # seconds over which the speed is measured
     waiting: frozenset[str]  # registrable domains
+    needed: int = 1  # permits that must become free until they are not scarce
 
     def affects(self, domain: str) -> bool:
         """Return True if another domain waits for the permit of this domain's request."""
@@ -37,5 +38,8 @@ def scarcity(
         return None
     level = min(1.0, (share - MIN_SHARE) / (1.0 - MIN_SHARE))
     return Scarcity(
-        LOWEST * (HIGHEST / LOWEST) ** level, LONGEST * (SHORTEST / LONGEST) ** level, waiting
+        LOWEST * (HIGHEST / LOWEST) ** level,
+        LONGEST * (SHORTEST / LONGEST) ** level,
+        waiting,
+        kept + 1 - free,
     )
