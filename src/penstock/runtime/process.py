@@ -284,12 +284,13 @@ class WorkerProcess:
                     self.stuck = await self.stores.uow.read(approvals_in)
                     return
                 if (read or await self._is_paused()) and not any(w.held for w in self.workers):
-                    self.stuck = await self.stores.uow.read(
+                    stuck = await self.stores.uow.read(
                         partial(stuck_in, can_feed=self.stores.lifecycle.feeder.can_feed)
                     )
-                    if self.stuck and not await self.stores.budgets.refresh_all(
+                    if stuck and not await self.stores.budgets.refresh_all(
                         fetches="fetch" in self.roles
                     ):
+                        self.stuck = stuck
                         return
             await self.clock.sleep(0.1)
 
