@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
 import tracemalloc
@@ -11,6 +12,8 @@ from typing import TypeVar
 
 DOUBLINGS = (512 << 10, 1 << 20, 2 << 20, 4 << 20)  # bytes of input
 REPETITIONS = 5
+# Seconds of CPU time after which one size is not measured again. Noise is small against them.
+ENOUGH = 1.0
 # Growth for each doubling. Linear work gives 2.0, quadratic work gives 4.0.
 MAX_GROWTH = 2.3
 # Seconds and bytes below which a measurement is noise. Growth from less than this is not judged.
@@ -34,17 +37,20 @@ def grows_linearly(
     """
     for tries_left in reversed(range(TRIES)):
         seconds = [_cpu(make(size), run) for size in sizes]
-        if _growth(seconds, MIN_SECONDS) <= MAX_GROWTH:
+        if _growth(seconds, MIN_SECONDS, sizes) <= MAX_GROWTH:
             break
         assert tries_left, f"CPU seconds for {sizes} bytes: {seconds}"
+    sizes = (sizes[0], sizes[-1])  # tracing is slow
     memory = [_memory(make(size), run) for size in sizes]
-    assert _growth(memory, MIN_BYTES) <= MAX_GROWTH, f"peak bytes for {sizes} bytes: {memory}"
+    assert _growth(memory, MIN_BYTES, sizes) <= MAX_GROWTH, (
+        f"peak bytes for {sizes} bytes: {memory}"
+    )
 
 
 def _cpu(given: T, run: Callable[[T], object]) -> float:
     """Return the median CPU time of this thread, in seconds."""
-    taken = []
-    for _ in range(REPETITIONS):
+    taken: list[float] = []
+    while len(taken) < REPETITIONS and sum(taken) < ENOUGH:
         gc.collect()
         start = time.thread_time()
         run(given)
@@ -63,7 +69,7 @@ def _memory(given: T, run: Callable[[T], object]) -> float:
         tracemalloc.stop()
 
 
-def _growth(measured: list[float], noise: float) -> float:
+def _growth(measured: list[float], noise: float, sizes: tuple[int, ...]) -> float:
     """Return the mean growth of one doubling."""
     first, last = max(measured[0], noise), max(measured[-1], noise)
-    return float((last / first) ** (1 / (len(measured) - 1)))
+    return float((last / first) ** (1 / math.log2(sizes[-1] / sizes[0])))
