@@ -173,7 +173,7 @@ async def test_a_full_server_refuses_new_messages_and_can_be_drained(
         ("redis:/var/run", "names no host"),
         ("redis://h:port/0", "port that is not a number"),
         ("redis://h:99999/0", "port that is not a number"),
-        ("redis://h/zero", "'zero', which is not a number"),
+        ("redis://h/zero", "names a database that is not a number"),
         ("redis://u:secret@h/?password=secret", "no option 'password'"),
         ("redis://u:secret@h/?volatile=maybe", "volatile"),
         ("redis://h/?ssl_ca_certs=x", "ssl_ca_certs"),

@@ -382,7 +382,7 @@ async def test_a_password_can_come_from_the_environment_and_documented_rights_su
         ("redis://:hunter2@localhost/0", "has no list"),
         ("redis://:hunter2@localhost/0?list=", "has no list"),
         ("redis://:hunter2@localhost/0?list=a&set=b", "has more than one list"),
-        ("redis://:hunter2@localhost/x?list=a", "which is not a number"),
+        ("redis://:hunter2@localhost/x?list=a", "names a database that is not a number"),
         (
             "rediss://:hunter2@localhost/0?list=a&ssl_ca_certs=/nowhere",
             "ssl_ca_certs is '/nowhere'",
