@@ -133,7 +133,8 @@ def test_one_paused_host_never_pauses_the_topic_and_one_more_never_resumes_it(
         ("approval:shop.example", "shop.example", "penstock domains approve shop.example"),
         ("route:pool=residential", "pool=residential", "start a worker"),
         ("render", "renderer", "without render"),
-        ("budget:day", "budget day", "raise the budget"),
+        ("budget:pages:day", "page budget of this UTC day", "raise limits.pages_per_day"),
+        ("budget:pages:host:a.example", "host a.example is used up", "limits.pages_per_host"),
         ("something new", "something new", "penstock events"),
     ],
 )
