@@ -17,7 +17,7 @@ ENOUGH = 1.0
 # Growth for each doubling. Linear work gives 2.0, quadratic work gives 4.0.
 MAX_GROWTH = 2.3
 # Seconds and bytes below which a measurement is noise. Growth from less than this is not judged.
-MIN_SECONDS = 0.004
+MIN_SECONDS = 0.008
 MIN_BYTES = 64 << 10
 # A busy machine delays single measurements, so a failed comparison is measured again.
 TRIES = 3
