@@ -983,6 +983,7 @@ async def test_links_become_events_with_the_success_of_their_parent_or_are_count
             URL + "2#top",
             URL,
             "mailto:x",
+            f"https://{'a' * 6000}.shop.test/",
             "https://else.where.test/",
             "https://www.shop.test/p/3",
         ],
@@ -1000,7 +1001,7 @@ async def test_links_become_events_with_the_success_of_their_parent_or_are_count
         "followed": 2,
         "followed_seen": 1,
         "followed_fresh": 1,
-        "followed_bad": 1,
+        "followed_bad": 2,
         "followed_offsite": 1,
     }
     children = [decode_event(d.body) for d in await rig.receive()]

@@ -300,6 +300,9 @@ def test_a_url_has_one_canonical_form(url: str, canonical: str) -> None:
         ("http://me@a/", "user name"),
         ("http://a/" + "x" * MAX_URL, "longer"),
         ("http://a/" + "ü" * 2000, "longer"),
+        ("http://" + "a" * 261 + "/", "host name longer"),
+        ("http://" + "a." * 200 + "test:8080/", "host name longer"),
+        ("http://" + "a" * 6000 + "/", "host name longer"),
     ],
 )
 def test_the_error_of_a_bad_url_has_a_reason_and_no_password(url: str, reason: str) -> None:
@@ -307,6 +310,12 @@ def test_the_error_of_a_bad_url_has_a_reason_and_no_password(url: str, reason: s
         canonical_url(url)
     assert reason in caught.value.reason
     assert "s3cret" not in str(caught.value)
+
+
+def test_a_host_name_of_the_length_that_dns_allows_is_accepted() -> None:
+    name = ".".join(["a" * 62] * 4) + "a"
+    assert len(name) == 252
+    assert canonical_url(f"http://{name}a.:65535/x") == f"http://{name}a.:65535/x"
 
 
 def test_a_link_is_joined_with_the_page_url_and_a_base_with_password_is_refused() -> None:

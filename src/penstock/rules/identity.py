@@ -15,6 +15,9 @@ import ada_url
 from publicsuffixlist import PublicSuffixList
 
 MAX_URL = 8192  # characters
+# Characters of a host with its port. DNS knows at most 253 and a final dot. A longer name could not
+# be requested, and would be too long for an index of the ledger.
+_MAX_AUTHORITY = 253 + len(".:65535")
 
 # Names of tracking parameters, compared without case. A trailing * makes a name a prefix. The list
 # has only names that no site uses to choose content, so neither `ref` nor `source`.
@@ -98,8 +101,11 @@ def _parse(url: str, base: str | None = None) -> str:
     if not start:
         raise BadUrl("the scheme is not http or https")
     # In this serialisation a path always follows, so the first slash ends the authority.
-    if "@" in href[start : href.index("/", start)]:
+    destination = href[start : href.index("/", start)]
+    if "@" in destination:
         raise BadUrl("a user name or password in the URL")
+    if len(destination) > _MAX_AUTHORITY:
+        raise BadUrl("a host name longer than 253 characters")
     href = href.partition("#")[0]
     if len(href) > MAX_URL:
         raise BadUrl(f"longer than {MAX_URL} characters")
