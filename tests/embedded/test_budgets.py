@@ -312,6 +312,17 @@ async def test_links_over_a_budget_leave_no_counters_of_templates(rigs: Rigs) ->
     assert rig.sql("SELECT what FROM budget") == [("pages:host:shop.test",)]
 
 
+@pytest.mark.parametrize("limit", ["pages_per_trace", "pages_per_run"])
+async def test_links_over_a_budget_leave_no_counters_of_their_hosts(rigs: Rigs, limit: str) -> None:
+    rig = rigs("r1", pages_per_host=10, **{limit: 1})
+    await push(rig, "a")
+    (begun,) = await rig.start("a")
+    await rig.succeed(begun, links=[f"http://h{n}.shop.test/" for n in range(30)])
+    assert accepted(rig) == []
+    hosts = rig.sql("SELECT what FROM budget WHERE what LIKE 'pages:host:%'")
+    assert hosts == [("pages:host:shop.test",)]
+
+
 async def test_a_refused_link_is_accepted_after_the_limit_was_raised(rigs: Rigs) -> None:
     rig = rigs(pages_per_host=3)
     await push(rig, "a")

@@ -71,12 +71,13 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     def lasting(self, host: str, trace: str, run: str) -> list[Key]:
         """Return the limited budgets that a link is charged to when it is accepted.
 
-        An empty `run` means that the run has counted the page before.
+        An empty `run` means that the run has counted the page before. The host is last: a read
+        stores its row, and the links of a page that are over another budget may name many hosts.
         """
         keys = [
-            (HOST + host, "") if self.pages_per_host else None,
             (TRACE + trace, "") if self.pages_per_trace else None,
             (RUN + run, "") if self.pages_per_run and run else None,
+            (HOST + host, "") if self.pages_per_host else None,
         ]
         return [key for key in keys if key is not None]
 
