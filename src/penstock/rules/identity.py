@@ -192,22 +192,32 @@ def registrable_domain(host: str) -> str:
 
 # -- the dedup key ---------------------------------------------------------------------------------
 
-_UNRESERVED = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~")
-_percent = re.compile(r"%([0-9A-Fa-f]{2})?")
+_UNRESERVED = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~")
+_HEX = "0123456789abcdefABCDEF"
+
+
+def _normal_byte(digits: str) -> str:
+    """Normalise a percent-encoded byte (RFC 3986 6.2.2): `%7e` to `~`, `%c3` to `%C3`."""
+    character = chr(int(digits, 16))
+    return character if character in _UNRESERVED else "%" + digits.upper()
+
+
+_NORMAL_BYTES = {a + b: _normal_byte(a + b) for a in _HEX for b in _HEX}
 # `shop.test.` is the same server as `shop.test`. `shop.test..` is not a valid name.
 _rooted_name = re.compile(r"(https?://[^/:]*[^/:.])\.(?=[:/]|$)").match
 
 
-def _normalise_percent(m: re.Match[str]) -> str:
-    """Normalise a percent-encoded byte (RFC 3986 6.2.2): `%7e` to `~`, `%c3` to `%C3`.
+def _normalise_percent(text: str) -> str:
+    """Normalise the percent-encoded bytes of a text. A hostile URL may have 2,700 of them.
 
     A % without two hexadecimal digits becomes %25. Otherwise it could form a new code with decoded
     characters, which a second call would decode.
     """
-    if not m[1]:
-        return "%25"
-    byte = int(m[1], 16)
-    return chr(byte) if byte in _UNRESERVED else "%" + m[1].upper()
+    first, *others = text.split("%")
+    normal = _NORMAL_BYTES.get
+    return first + "".join(
+        [byte + part[2:] if (byte := normal(part[:2])) else "%25" + part for part in others]
+    )
 
 
 def tracking(changes: tuple[str, ...]) -> tuple[str, ...]:
@@ -240,13 +250,13 @@ def dedup_key(
         url = canonical_url(url)
     head, question_mark, query = url.partition("?")
     if "%" in head:
-        head = _percent.sub(_normalise_percent, head)
+        head = _normalise_percent(head)
     if m := _rooted_name(head):
         head = m[1] + head[m.end() :]
     if not question_mark:
         return head
     if "%" in query:
-        query = _percent.sub(_normalise_percent, query)
+        query = _normalise_percent(query)
     exact, prefixes = _split_names(tracking)
     kept = []
     for pair in query.split("&"):
