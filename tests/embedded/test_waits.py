@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from tests.embedded.test_books import Rig
 
+from penstock.engine.links import MAX_CHARACTERS
 from penstock.engine.maintenance import abandon
 from penstock.engine.publishing import requeue
 from penstock.model import Link
@@ -74,6 +76,22 @@ async def test_links_that_are_too_deep_do_not_wait(tmp_path: Path) -> None:
     more = pack([Link(url=url, extractor="page") for url in urls[500:]])
     await rig.succeed(begun, links=urls[:500], more_links=more)
     assert rig.count("followed_too_deep") == 700
+    assert rig.count("links_waiting") == 0
+
+
+async def test_one_transaction_decides_few_links_with_long_urls(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    await rig.accept("e1", url="http://shop.example/e1")
+    (begun,) = await rig.start("e1")
+    urls = [f"http://shop.example/{n}?{'%41' * 2700}" for n in range(200)]
+    more = pack([Link(url=url, extractor="page") for url in urls[100:]])
+    await rig.succeed(begun, links=urls[:100], more_links=more)
+    followed = [0, rig.count("followed")]
+    while await rig.lifecycle.feeder.feed():
+        followed.append(rig.count("followed"))
+    most = MAX_CHARACTERS // len(urls[0]) + 1
+    assert {after - before for before, after in pairwise(followed)} <= set(range(1, most + 1))
+    assert rig.count("followed") == len(urls)
     assert rig.count("links_waiting") == 0
 
 

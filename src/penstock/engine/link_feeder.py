@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from typing import TypeAlias
 
 import msgspec
 
@@ -16,6 +17,7 @@ from penstock.engine.links import (
     LinkAcceptor,
     read_chunk,
     room_for_links,
+    share_out,
     write_chunks,
 )
 from penstock.errors import StoreUnavailable
@@ -29,6 +31,9 @@ LOOK_INTERVAL = 1.0
 # After a transaction the feeder waits this many times as long as the transaction took. So other
 # work gets at least half of the time of the event loop and of the store.
 REST = 1.0
+
+# Event of a page, its links, and session ids in them.
+_Read: TypeAlias = tuple[Event, Sequence[Link], Sequence[str]]
 
 
 class LinkFeeder:
@@ -93,11 +98,11 @@ class LinkFeeder:
         self._waiting, chunks = await self._uow.read(self._next)
         if not chunks:
             return False
-        pages = [page for chunk in chunks if (page := _read(chunk)) is not None]
-        session = await self._claims.open(
-            lambda: self._acceptor.keys([links for _, links, _ in pages])
-        )
-        last, topics = await self._uow.write(partial(self._feed, session, chunks))
+        reads = [_read(chunk) for chunk in chunks]
+        links: list[Sequence[Link]] = [() if read is None else read[1] for read in reads]
+        session = await self._claims.open(lambda: self._acceptor.keys(links))
+        waiting = list(zip(chunks, reads, share_out(links), strict=True))
+        last, topics = await self._uow.write(partial(self._feed, session, waiting))
         if last is None:
             return False
         self._after = last
@@ -116,23 +121,31 @@ class LinkFeeder:
         return True, tx.links.next_after(self._after, most) or tx.links.next_after(0, most)
 
     def _feed(
-        self, session: ClaimSession, chunks: Sequence[LinkChunk], tx: Transaction
+        self,
+        session: ClaimSession,
+        waiting: Sequence[tuple[LinkChunk, _Read | None, int]],
+        tx: Transaction,
     ) -> tuple[int | None, set[str]]:
-        """Return the row number of the last page of which links were decided, and their topics."""
+        """Decide as many links of each chunk as its share.
+
+        Return the row number of the last page of which links were decided, and their topics.
+        """
         now, last = self._clock.now(), None
         room = self._acceptor.room(tx)
         counts: dict[str, Counter[str]] = {}
-        for chunk in chunks:
+        for chunk, read, share in waiting:
             if not tx.links.holds(chunk):
                 last = chunk.page  # another worker has decided it, so read the next chunks
                 continue
-            if (read := _read(chunk)) is None:
+            if read is None:
                 self._drop(tx, chunk)
                 last = chunk.page
                 continue
             page, links, tokens = read
             count = counts.setdefault(page.topic, Counter())
-            decided = self._acceptor.accept(tx, session, page, links, tokens, room, now, count)
+            decided = self._acceptor.accept(
+                tx, session, page, links[:share], tokens, room, now, count
+            )
             if decided:
                 rest = write_chunks(page, pack(links[decided:]), tokens)
                 tx.links.shorten(chunk, page.topic, *(rest[0] if rest else (0, b"")))
@@ -153,7 +166,7 @@ class LinkFeeder:
         )
 
 
-def _read(chunk: LinkChunk) -> tuple[Event, Sequence[Link], Sequence[str]] | None:
+def _read(chunk: LinkChunk) -> _Read | None:
     """Return the event of the page, its links and their session ids. None if they are damaged."""
     try:
         return read_chunk(chunk.body)
