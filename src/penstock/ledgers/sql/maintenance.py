@@ -142,17 +142,14 @@ class SqlEventMaintenance(LedgerTable):
 
     def causes(self, kind: str, *, after: str = "") -> list[str]:
         """Return causes of `waits`, without counting. One index lookup for each."""
-        found: list[str] = []
-        after = max(kind, after)
-        while len(found) < MAX_CAUSES:
-            cause: str | None = self._tx.execute(
-                "SELECT min(waits_for) FROM event WHERE waits_for>?", (after,)
-            ).get
-            if cause is None or not cause.startswith(kind):
-                break
-            found.append(cause)
-            after = cause
-        return found
+        next_cause = "SELECT min(waits_for) AS name FROM event WHERE waits_for>"
+        found = self._tx.execute(
+            f"WITH RECURSIVE cause AS ({next_cause}?"
+            f" UNION ALL SELECT ({next_cause}cause.name) FROM cause WHERE name IS NOT NULL)"
+            " SELECT name FROM cause WHERE name IS NOT NULL LIMIT ?",
+            (max(kind, after), MAX_CAUSES),
+        )
+        return [cause for (cause,) in found if cause.startswith(kind)]
 
     def some_waiting_for(
         self, cause: str, limit: int, *, due_before: float
