@@ -94,6 +94,8 @@ ILL = {
     "tags that do not match": rss(item(1, title="<b>bold")),
     "cut off in the second entry": rss(item(1) + item(2))[:-45],
     "attributes without quotes": rss(item(1)).replace('"2.0"', "2.0"),
+    "attributes without a space": rss(item(1)).replace('"2.0"', '"2.0"a="b"'),
+    "an attribute without a value": rss(item(1)).replace("<rss", "<rss hidden"),
 }
 
 

@@ -10,6 +10,7 @@ import os
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ pytestmark = pytest.mark.slow
 
 Make = Callable[[int], bytes]
 PEAK = 64 << 20  # bytes that one document may add to the memory of the process
+SHORT = 32 << 10  # bytes of a short document
 LARGEST = 15 << 20  # bytes, below the largest body of a response
 
 
@@ -102,6 +104,10 @@ FEEDS: dict[str, Make] = {
         b'<link href="x"/>',
         b"</entry></feed>",
     ),
+    "space before the root": repeat(
+        b'<?xml version="1.0"?>', b"\n", b"<rss><channel><![CDATA[<item>]]></channel></rss>"
+    ),
+    "attributes of the root": repeat(b"<rss ", b"a=b ", b"><channel><item/></channel></rss>"),
     "JSON items": repeat(JSON_FEED, b"{},", b"{}]}"),
 }
 URLSET, URL = b"<urlset>", b"<urlset><url>"
@@ -132,6 +138,14 @@ def parse_sitemap(body: bytes) -> object:
 @pytest.mark.parametrize("shape", FEEDS)
 def test_feeds_take_linear_time_and_memory(shape: str) -> None:
     grows_linearly(FEEDS[shape], quietly(parse_feed, feed_parser.FeedError))
+
+
+# Parsers may have other ways for short documents. feedparser needed 12 s for 32 KiB of line feeds.
+@pytest.mark.parametrize("shape", FEEDS)
+def test_a_short_feed_takes_a_short_time(shape: str) -> None:
+    start = time.thread_time()
+    quietly(parse_feed, feed_parser.FeedError)(FEEDS[shape](SHORT))
+    assert time.thread_time() - start < 0.5
 
 
 @pytest.mark.parametrize("shape", SITEMAPS)

@@ -5,7 +5,6 @@ Does no I/O.
 
 from __future__ import annotations
 
-import io
 import re
 from contextlib import suppress
 from typing import Any
@@ -25,7 +24,6 @@ from penstock.sources.markup import (
 )
 
 MAX_BYTES = 16 << 20  # bytes of a decompressed feed
-MAX_LENIENT = 256 << 10  # characters of a feed that is parsed by feedparser
 MAX_ENTRIES = 10_000  # the first entries are used, because a feed starts with its newest entry
 MAX_BASE = 2048  # characters of an xml:base, and of a URL that is joined with it
 MAX_FIELDS = 100  # elements with the same name in one entry
@@ -52,8 +50,10 @@ _PERIODS = {
 _DAYS = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
 _CONTROLS = bytes({*range(32)} - {*b"\t\n\r"})
 _BASE = "{http://www.w3.org/XML/1998/namespace}base"
-_PLAIN = {"resolve_relative_uris": False, "sanitize_html": False}
 _beginning = re.compile(r"<(?:\?xml|(?:[\w-]{1,20}:)?(?:rss|feed|rdf|channel)\b)", re.I)
+# Start tag of the root element, its attributes, and an attribute with or without quotes.
+_root_tag = re.compile(r"<((?:[\w-]{1,20}:)?(?:rss|feed|rdf|channel))\b([^<>]{0,4096})>", re.I)
+_attribute = re.compile(r"""([\w:.-]{1,100})\s{0,9}=\s{0,9}(?:"([^"]*)"|'([^']*)'|([^\s"']+))""")
 _ending = re.compile(r"</(?:[\w-]{1,20}:)?(?:rss|feed|rdf|channel)\s{0,9}>", re.I)
 _digits = re.compile(r"[0-9]{1,9}").fullmatch
 
@@ -103,8 +103,6 @@ def _xml(text: str, size: int) -> Feed:
     )
     wanted = "entry" if atom else "item"
     items = [e for place in dict.fromkeys((head, root)) for e in place if _local(e) == wanted]
-    if not items and (found := _parse_leniently(text)):
-        return Feed(found, "rss")
     if name not in ("feed", "rss", "rdf", "channel") and not items:
         raise UnreadableDocument(f"begins with <{name[:40]}>, which is neither RSS nor Atom")
     about = _fields(head, atom)
@@ -129,6 +127,7 @@ def _tree(text: str, size: int) -> Any:
         )
     check_memory(text, size, copies=3)
     repaired = re.sub(r"^<\?xml[^>]{0,300}\?>\s*", "", repair_entities(text[begin.start() :]))
+    repaired = _root_tag.sub(_quote_attributes, repaired, count=1)
     parser = _parser(True)
     try:
         root = etree.fromstring(repaired.encode("utf-8", "replace"), parser)
@@ -151,6 +150,18 @@ def _tree(text: str, size: int) -> Any:
     if not _ending.search(repaired[-4096:]):
         _drop_last(root)
     return root
+
+
+def _quote_attributes(m: re.Match[str]) -> str:
+    """Return a start tag with its attributes in quotes, without what is no attribute.
+
+    lxml's recovery loses the whole content of a root element with an ill-formed start tag.
+    """
+    attributes = (
+        f' {name}="{(double or single or bare).replace(chr(34), "&quot;")}"'
+        for name, double, single, bare in _attribute.findall(m[2])
+    )
+    return f"<{m[1]}{''.join(attributes)}>"
 
 
 def _drop_last(root: Any) -> None:
@@ -181,40 +192,6 @@ def _parser(recover: bool) -> Any:
         remove_comments=True,
         remove_pis=True,
     )
-
-
-def _parse_leniently(text: str) -> list[FeedEntry]:
-    """Parse a feed that lxml cannot repair with feedparser, which is lenient like a browser.
-
-    feedparser is slow, so only short feeds are parsed. Return an empty list for other texts.
-    """
-    if len(text) > MAX_LENIENT or not re.search(r"<(?:item|entry)\b", text, re.I):
-        return []
-    import feedparser  # imported here because it is slow to import and rarely needed
-
-    # Always pass a stream: feedparser would take a string for a URL or path and open it.
-    try:
-        found = feedparser.parse(
-            io.BytesIO(text.encode("utf-8", "replace")),
-            response_headers={"content-type": "text/xml; charset=utf-8"},
-            **_PLAIN,
-        )
-    except Exception as e:  # feedparser raises many kinds of exceptions
-        raise UnreadableDocument(
-            f"is not XML, and feedparser cannot parse it ({type(e).__name__})"
-        ) from None
-    return [
-        make_entry(
-            id_=_string(e, "id"),
-            url=_string(e, "link") or None,
-            title=_string(e, "title"),
-            updated=_string(e, "updated"),
-            published=_string(e, "published"),
-            summary=_string(e, "summary"),
-            author=_string(e, "author"),
-        )
-        for e in found.get("entries", ())[:MAX_ENTRIES]
-    ]
 
 
 def _local(element: Any) -> str:
