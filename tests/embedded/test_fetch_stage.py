@@ -18,6 +18,8 @@ import msgspec
 import pytest
 
 from penstock.fetching import redirects
+from penstock.fetching.robots import RobotsTxt
+from penstock.fetching.sending import Sender
 from penstock.fetching.stage import FetchOptions, FetchStage
 from penstock.model import Ask, ErrorClass, Event, Failure, Route
 from penstock.net.cookies import Jar
@@ -270,14 +272,33 @@ async def test_concurrent_fetches_parse_a_large_stored_robots_once(
         return parse(status, body)
 
     monkeypatch.setattr(robots, "from_answer", counted)
+    # The rules take more memory than this.
+    monkeypatch.setattr("penstock.fetching.robots.RULES_IN_MEMORY", 1 << 20)
     async with rig() as r:
-        # The rules take more memory than RULES_IN_MEMORY.
         body = b"User-agent: *\n" + b"".join(b"Allow:/%x\n" % n for n in range(45_000))
         r.hosts.cached_robots[r.web.url("")] = (body, 200, r.time.now() + 3600)
         r.web.route("/*", PAGE)
         for _ in range(2):
             await asyncio.gather(*[r.fetch(f"/{n}") for n in range(10)])
         assert parsed == [len(body)]
+
+
+async def test_the_rules_of_many_small_robots_files_have_a_limit_on_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("penstock.fetching.robots.RULES_IN_MEMORY", 1 << 20)
+    async with rig() as r:
+        body = b"User-agent: *\n" + b"".join(b"Disallow: /*%d\n" % n for n in range(900))
+        assert len(body) <= robots.QUICK_BYTES
+        sender = Sender(r.fetcher, r.hosts, r.time)
+        robots_txt = RobotsTxt(sender, r.hosts, r.hosts, r.time, FetchOptions())
+        sites = [f"http://{n}.test" for n in range(20)]
+        for site in sites:
+            r.hosts.cached_robots[site] = (body, 200, r.time.now() + 3600)
+            await robots_txt.load(site, None)
+        known = [known.robots for site in sites if (known := robots_txt.cached(site))]
+        assert 1 <= len(known) < len(sites)
+        assert sum(rules.size for rules in known) <= 1 << 20
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from penstock.rules.proxies import ProxyFailed
 from penstock.rules.verdict import breach, oversized
 
 # Bytes of memory for the rules of all origins in one worker. The fleet's cache has the other rules.
-RULES_IN_MEMORY = 16 << 20
+RULES_IN_MEMORY = 32 << 20
 _UNREACHABLE = 0  # status of an unreachable robots.txt, as defined by ports.RobotsCache
 
 
@@ -26,7 +26,7 @@ class CachedRules(msgspec.Struct, frozen=True):
     robots: rules.Robots
     status: int
     until: float  # when the entry expires
-    size: int = 0  # bytes of memory of large rules. Rules of small files count as 0.
+    size: int  # bytes of memory
 
 
 class RobotsTxt:
@@ -147,12 +147,13 @@ class RobotsTxt:
         Many events of one site may load its file from the fleet's cache together. The first parses
         it for all of them.
         """
-        if len(body) <= rules.QUICK_BYTES:
-            return CachedRules(rules.from_answer(status or None, body), status, until)
 
         def parse() -> rules.Robots:
             return rules.from_answer(status or None, body).only_for(self._options.agent)
 
+        if len(body) <= rules.QUICK_BYTES:
+            robots = parse()
+            return CachedRules(robots, status, until, robots.size)
         async with self._parsing:
             known = self._known.get(site)
             if known is not None and known.until >= until:

@@ -364,14 +364,6 @@ class FetchStage:
     async def close(self) -> None:
         await self._robots.close()
 
-    async def robots(self, url: str, *, proxy: str | None = None) -> Robots:
-        """Return the robots.txt rules of this URL's origin. Fetch them if they are not cached.
-
-        Used by `penstock fetch` and by sources that search for sitemaps.
-        """
-        known, _ = await self._robots.load(origin(url), proxy)
-        return known.robots
-
     def remembered(self, url: str) -> tuple[Robots, int] | None:
         """Return the cached robots.txt rules of this URL's origin and their HTTP status.
 

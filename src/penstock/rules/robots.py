@@ -17,7 +17,8 @@ MAX_BYTES = 500 * 1024
 QUICK_BYTES = 16 << 10
 _MAX_AGENT = 256  # characters of an agent's name that are compared
 _MAX_NUMBER = 100  # characters of a crawl delay
-_RULE_BYTES = 400  # memory of a rule, without its text
+_RULE_BYTES, _WILD_BYTES = 150, 250  # memory of a rule, without its text. The second is with `*`.
+_SECTION_BYTES = 400
 _BOM = b"\xef\xbb\xbf"
 
 # -- normal form of rules and URLs -----------------------------------------------------------------
@@ -216,7 +217,9 @@ class Robots:
         """Return about the bytes of memory that the rules take."""
         sections = {id(s): s for group in self._sections.values() for s, _ in group}.values()
         texts = [t for s in sections for part in (s.allow, s.disallow) for t in part]
-        return sum(map(len, texts)) * 2 + len(texts) * _RULE_BYTES + len(sections) * _RULE_BYTES
+        # The text of a rule with `*` is also kept in parts.
+        rules = (_WILD_BYTES + 5 * len(t) if "*" in t else _RULE_BYTES + 2 * len(t) for t in texts)
+        return sum(rules) + len(sections) * _SECTION_BYTES
 
     def allows(self, agent: str, url: str, *, canonical: bool = False) -> bool:
         """Return True if the agent may fetch a URL or path. Return False for an invalid URL.
