@@ -68,6 +68,15 @@ async def test_batches_of_large_messages_are_small(ground: Ground) -> None:
     assert max(len(batch.findings) for batch in batches) <= 5
 
 
+async def test_batches_of_messages_with_many_values_are_small(ground: Ground) -> None:
+    topic = ground.topic()
+    ground.write(topic, [{"n": n, "values": [{}] * 60_000} for n in range(6)])
+    batches: list[Batch] = []
+    found, _ = await until_idle(ground.source(topic), batches=batches)
+    assert numbers(found) == list(range(6))
+    assert max(len(batch.findings) for batch in batches) == 1
+
+
 async def test_a_restart_continues_after_the_accepted_batch_and_repeats_unaccepted_ids(
     ground: Ground,
 ) -> None:

@@ -333,6 +333,22 @@ async def test_a_transaction_of_100000_rows_is_read_with_bounded_memory(
     assert peak - before < 40 << 20, f"{(peak - before) >> 20} MiB for 100 MB of rows"
 
 
+async def test_a_chunk_of_rows_with_many_values_stays_small(rig: Rig) -> None:
+    rig.run("ALTER TABLE scrape_requests ADD COLUMN extra jsonb")
+    async with rig.reading() as batches:
+        await rig.ready(batches)
+        rig.run(
+            "INSERT INTO scrape_requests(url, extra) SELECT 'https://shop.test/' || n, "
+            "('[' || repeat('{},', 100000) || '{}]')::jsonb FROM generate_series(1, 6) n"
+        )
+        sizes: list[int] = []
+        async for batch in batches:
+            sizes += [len(batch.findings)] if batch.findings else []
+            if sum(sizes) == 6:
+                break
+    assert sizes == [1] * 6
+
+
 def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 

@@ -231,6 +231,17 @@ async def test_a_batch_of_large_elements_stays_small(ground: Ground) -> None:
     await source.close()
 
 
+async def test_a_batch_of_elements_with_many_values_stays_small(ground: Ground) -> None:
+    element = json.dumps({"url": "https://shop.test/1", "values": [{}] * 60_000})
+    ground.client.rpush(ground.key, *[element] * 12)
+    source = ground.source()
+    batches = [batch async for batch in source.read(None)]
+    assert max(len(b.findings) for b in batches) == 1
+    assert len({f.id for b in batches for f in b.findings}) == 12
+    assert ground.reserved() == 0
+    await source.close()
+
+
 async def test_a_preview_moves_no_element_and_shows_the_later_ids(ground: Ground) -> None:
     ground.client.rpush(ground.key, *pages(0, 5))
     source = ground.source()

@@ -397,6 +397,13 @@ async def test_a_file_name_may_contain_any_bytes(tmp_path: Path) -> None:
     assert all(msgspec.json.encode(f) for f in found)
 
 
+async def test_a_batch_of_lines_with_many_values_stays_small(tmp_path: Path) -> None:
+    line = json.dumps({"url": "https://shop.test/1", "values": [{}] * 60_000})
+    (tmp_path / "list.jsonl").write_text(f"{line}\n" * 6)
+    batches = [b async for b in source(tmp_path, "seeds:list.jsonl").read(None)]
+    assert [len(b.findings) for b in batches if b.findings] == [1] * 6
+
+
 async def test_many_small_files_share_a_batch(tmp_path: Path) -> None:
     for n in range(300):
         (tmp_path / f"{n:03}.txt").write_text(lines(n, n + 1))

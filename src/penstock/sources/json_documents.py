@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
+from penstock.rules.json_limits import VALUE, count_values
 from penstock.sources.markup import UnreadableDocument, encoding_of
 
 MAX_MEMORY = 56 << 20  # bytes of memory for a decoded document
 MAX_CONVERTED = 4 << 20  # bytes of a document that is not UTF-8
-_VALUE = 90  # bytes of memory for a small value, as measured with msgspec
 _wide = re.compile(rb"[\xf0-\xf4]|\\u[dD][89abAB]")
 _not_latin = re.compile(rb"[\xc4-\xef]|\\u0[1-9a-fA-F]|\\u[1-9a-fA-F]")
 
@@ -27,10 +27,10 @@ def decode_json(body: bytes) -> Any:
         raise UnreadableDocument("is not UTF-8, and too large to be converted")
     else:
         body = body.decode(encoding, "replace").lstrip("\ufeff").encode("utf-8", "replace")
-    values = body.count(b",") + body.count(b"[") + body.count(b"{")
+    values = count_values(body)
     # A character of a text takes four bytes if one of its characters is outside the first 65,536.
     width = 4 if _wide.search(body) else 2 if _not_latin.search(body) else 1
-    if len(body) * width + values * _VALUE > MAX_MEMORY:
+    if len(body) * width + values * VALUE > MAX_MEMORY:
         raise UnreadableDocument(f"is too large: it has {len(body)} bytes and {values} values")
     try:
         return msgspec.json.decode(body)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 
@@ -19,7 +19,7 @@ from penstock.config.options import resolve_env
 from penstock.errors import ConfigError, PenstockError, SourceDown, UsageError
 from penstock.model import mint
 from penstock.ports import Batch, Finding
-from penstock.rules.json_limits import check_values
+from penstock.rules.json_limits import check_values, memory_of
 from penstock.rules.masking import mask
 from penstock.sources.base import BATCH, BaseSource, SourceContext, options
 from penstock.stores.redis import Script, Server
@@ -28,7 +28,7 @@ MIN_VERSION: Final = (5, 0)  # the first with replication of script effects and 
 POLL_INTERVAL: Final = 0.2  # seconds between two polls of an empty list
 IDLE_REPORT_INTERVAL: Final = 2.0  # seconds between two empty batches
 MAX_ELEMENT: Final = 1 << 20  # bytes of an element that is read
-BATCH_BYTES: Final = 4 << 20
+BATCH_BYTES: Final = 4 << 20  # of elements that are taken together, and of memory of a batch
 SHOWN: Final = 500  # characters of a refused element in the payload
 EXAMPLE: Final = "redis://HOST:6379/0?list=spider:start_urls (or set=…, zset=…)"
 
@@ -144,12 +144,13 @@ class RedisList(BaseSource):
         while True:
             epoch, left, taken = await self._run(TAKE, BATCH)
             if taken:
-                # A batch may have several megabytes of JSON.
-                findings = await asyncio.to_thread(self._findings, epoch, taken)
-                yield Batch(findings=findings, cursor=taken[-1][0], backlog=left)
-                # If that fails, the elements are read again, with the same ids.
-                numbers = [number for number, _, _ in taken]
-                await self._answer(self._server.command("HDEL", self._keys[1], *numbers))
+                for batch in _batches(taken):
+                    # A batch may have several megabytes of JSON.
+                    findings = await asyncio.to_thread(self._findings, epoch, batch)
+                    yield Batch(findings=findings, cursor=batch[-1][0], backlog=left)
+                    # If that fails, the elements are read again, with the same ids.
+                    numbers = [number for number, _, _ in batch]
+                    await self._answer(self._server.command("HDEL", self._keys[1], *numbers))
                 reported_at = clock.now()
                 continue
             if self.every is not None or clock.now() - reported_at >= IDLE_REPORT_INTERVAL:
@@ -221,6 +222,20 @@ class RedisList(BaseSource):
 
     async def close(self) -> None:
         await self._server.close()
+
+
+def _batches(taken: Sequence[tuple[bytes, int, bytes]]) -> Iterator[list[tuple[bytes, int, bytes]]]:
+    """Divide elements into batches. A batch ends with the element that exceeds the memory."""
+    batch: list[tuple[bytes, int, bytes]] = []
+    memory = 0
+    for element in taken:
+        batch.append(element)
+        memory += memory_of(element[2])
+        if memory >= BATCH_BYTES:
+            yield batch
+            batch, memory = [], 0
+    if batch:
+        yield batch
 
 
 def _read(text: str, length: int) -> tuple[str | None, dict[str, Any], str]:

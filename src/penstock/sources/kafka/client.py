@@ -10,6 +10,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, TopicCollectio
 from confluent_kafka.admin import AdminClient
 
 from penstock.errors import SourceDown
+from penstock.rules.json_limits import memory_of
 from penstock.sources.kafka.messages import Message
 from penstock.stores.kafka import Topic, sentence
 from penstock.stores.kafka_access import error_of, weightier
@@ -114,7 +115,7 @@ class Client:
             self.at |= dict.fromkeys(new, 0)
 
     def take(self, limit: int, size: int) -> list[Message]:
-        """Return available messages, up to `limit` messages or `size` bytes.
+        """Return available messages, up to `limit` messages or `size` bytes of memory.
 
         Wait up to 0.5 s for the first message. The list is empty if none arrives.
         """
@@ -159,7 +160,7 @@ class Client:
                 )
             )
             self.at[p] = offset + 1
-            size -= len(value or b"") + len(m.key() or b"")
+            size -= memory_of(value or b"") + len(m.key() or b"")
             wait = 0.0
         return found
 

@@ -38,7 +38,7 @@ from penstock.stores.kafka import Topic, parse
 
 T = TypeVar("T")
 REFRESH_INTERVAL = 15.0  # seconds between two checks for added partitions
-BATCH_BYTES = 4 << 20  # a batch ends with the message that exceeds this size
+BATCH_BYTES = 4 << 20  # a batch ends with the message that exceeds this memory
 _GROUP = "penstock-source"  # librdkafka requires a group, but no offset is committed under it
 
 

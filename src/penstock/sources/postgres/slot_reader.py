@@ -17,6 +17,7 @@ import psycopg2
 
 from penstock.errors import SourceDown
 from penstock.ports import Finding
+from penstock.rules.json_limits import memory_of
 from penstock.sources.base import BATCH
 from penstock.sources.postgres import slot as slots
 from penstock.sources.postgres.chunks import Chunk, ChunkQueue
@@ -36,7 +37,7 @@ from penstock.sources.postgres.snapshot import Findings, Included, Snapshot
 from penstock.sources.postgres.spill import Frame, Spill, WalLimit
 
 log = logging.getLogger("penstock")
-# Bytes of changes after which a chunk is finished, even if it has few findings.
+# Bytes of memory after which a chunk is finished, even if it has few findings.
 MAX_CHUNK_BYTES = 8 << 20
 # Seconds for which an unfinished chunk waits for more changes of a transaction still arriving.
 LINGER = 0.2
@@ -248,7 +249,7 @@ class SlotReader:
             for _ in range(BATCH):
                 message = stream.read_message()
                 if message is None or self._process(
-                    decoder.decode(message.payload), len(message.payload), start, findings
+                    decoder.decode(message.payload), memory_of(message.payload), start, findings
                 ):
                     break
             if message is not None:

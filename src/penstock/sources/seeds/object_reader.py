@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 
 from penstock.model import mint
 from penstock.ports import Finding
+from penstock.rules.json_limits import memory_of
 from penstock.sources.seeds.files import ObjectUnreadable, OpenObject, SeedObject, SeedPlace
 from penstock.sources.seeds.lines import (
     BUDGET,
@@ -30,7 +31,7 @@ from penstock.sources.seeds.lines import (
 )
 from penstock.sources.seeds.positions import ObjectPosition
 
-BATCH_BYTES: Final = 4 << 20  # bytes of records in one batch
+BATCH_BYTES: Final = 4 << 20  # bytes of memory of the records in one batch
 STEP_RECORDS: Final = 50_000  # most records of one step: it reaches this only if most are comments
 # If more bytes than this were read before, only the last `TAIL` of them are verified when an object
 # grows.
@@ -71,7 +72,7 @@ class ObjectReader:
         self._before, self._before_line = position, before_line or 1 << 62
         self.position = position or ObjectPosition(found.stamp)
         self.ended = self.is_incomplete = False
-        self.step_bytes = 0  # bytes of the records of the last step
+        self.step_bytes = 0  # bytes of memory of the records of the last step
         self.bytes_left = found.size
         self._kind, self._gzip = options.kind(found.name)
         self._busy, self._is_closing = threading.Lock(), False
@@ -229,7 +230,7 @@ class ObjectReader:
 
     def _add_finding(self, found: list[Finding], record: Record) -> None:
         raw = record.raw.removeprefix(BOM) if record.offset == 0 else record.raw
-        self.step_bytes += len(raw)
+        self.step_bytes += memory_of(raw) if self._kind == "jsonl" else len(raw)
         parsed: ParsedLine | None = None
         assert self._parse is not None
         try:
