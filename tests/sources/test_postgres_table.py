@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -41,6 +43,30 @@ async def test_rows_are_marked_when_they_are_accepted_and_not_before(rig: Rig) -
         await rig.idle(batches)
     assert rig.urls == ["https://shop.test/1", "https://shop.test/2", "https://shop.test/3"]
     assert taken(rig) == [1, 2, 3]
+
+
+async def test_large_json_values_are_not_decoded_on_the_event_loop(rig: Rig) -> None:
+    rig.run("ALTER TABLE scrape_requests ADD COLUMN extra json")
+    rig.run(
+        "INSERT INTO scrape_requests(url, extra) SELECT 'https://shop.test/' || n, "
+        "(SELECT json_object_agg('key' || i, i) FROM generate_series(1, 100000) i) "
+        "FROM generate_series(1, 10) n"
+    )
+    longest, before = 0.0, time.thread_time()
+
+    def tick() -> None:
+        nonlocal longest, before
+        longest, before = max(longest, time.thread_time() - before), time.thread_time()
+        timer[0] = loop.call_later(0.001, tick)
+
+    loop = asyncio.get_running_loop()
+    async with rig.reading() as batches:
+        timer = [loop.call_soon(tick)]
+        batch = await anext(batches)
+        await asyncio.sleep(0.01)  # for the last tick
+        timer[0].cancel()
+    assert len(batch.findings) == 10
+    assert longest < 0.2  # seconds of CPU time. Decoding these values takes 0.6 s.
 
 
 async def test_a_reader_that_ended_before_it_marked_rows_repeats_their_ids(rig: Rig) -> None:

@@ -5,6 +5,7 @@ Rows are locked while they are read, and marked as taken only when the ledger ha
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
@@ -63,7 +64,9 @@ class TableSource(BaseSource):
                     await connection.execute("BEGIN")
                     rows = await unread.select(BATCH, lock=True)
                     if rows:
-                        yield Batch(findings=[unread.finding(row) for row in rows])
+                        # A row may have several megabytes of JSON.
+                        findings = await asyncio.to_thread(unread.findings, rows)
+                        yield Batch(findings=findings)
                         await unread.take(rows)
                     await connection.execute("COMMIT")
                     if len(rows) == BATCH:
@@ -82,7 +85,7 @@ class TableSource(BaseSource):
         try:
             async with await self._connect() as connection:
                 unread = await _UnreadRows.find(self.settings, connection)
-                return [unread.finding(row) for row in await unread.select(limit, lock=False)]
+                return unread.findings(await unread.select(limit, lock=False))
         except psycopg.Error as e:
             raise self._error(e) from None
 
@@ -211,7 +214,10 @@ class _UnreadRows:
             [s.waiting] if s.done == "status" else [],
         )
 
-    def finding(self, row: Sequence[Any]) -> Finding:
+    def findings(self, rows: Sequence[Sequence[Any]]) -> list[Finding]:
+        return [self._finding(row) for row in rows]
+
+    def _finding(self, row: Sequence[Any]) -> Finding:
         key, version, values = row[: len(self._key)], row[len(self._key)], row[len(self._key) + 1 :]
         payload = pgoutput.row_of(self._columns, values)
         payload["_table"] = {
