@@ -6,6 +6,7 @@ Opens no sockets.
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
 import random
 from collections import OrderedDict
@@ -27,6 +28,7 @@ log = logging.getLogger("penstock.proxies")
 TRIES = 3
 LIST_WAIT = 2.0  # seconds that an event waits for a provider's list. Then the event is delayed.
 LIST_RETRY = 30.0  # seconds until a list that failed is fetched again
+MAX_LIST = 2 << 20  # bytes of a provider's list. It has at most 10,000 proxies.
 MAX_JARS = 10_000  # accounts. Above this, the least recently used jar is dropped.
 
 
@@ -229,8 +231,11 @@ async def fetch_list(fetcher: Fetcher, url: str) -> tuple[rules.Member, ...]:
     answer = await fetcher.fetch(url, headers={"accept": "text/plain"})
     if answer.status != 200:
         raise Failure(ErrorClass.TRANSIENT, f"HTTP {answer.status}", status=answer.status)
+    if len(answer.body) > MAX_LIST:
+        raise Failure(ErrorClass.TRANSIENT, f"it has more than {MAX_LIST} bytes")
+    lines = io.StringIO(answer.body.decode("utf-8", "replace"), newline=None)
     try:
-        members = rules.parse_members(answer.body.decode("utf-8", "replace").splitlines())
+        members = await asyncio.to_thread(rules.parse_members, lines)
     except ValueError as e:
         raise Failure(ErrorClass.TRANSIENT, str(e)) from None
     if not members:
