@@ -11,6 +11,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 DOUBLINGS = (512 << 10, 1 << 20, 2 << 20, 4 << 20)  # bytes of input
+# Some parsers refuse longer documents of some shapes. So they are also measured below that.
+SHORT_DOUBLINGS = (64 << 10, 128 << 10, 256 << 10, 512 << 10)
 REPETITIONS = 5
 # Growth for each doubling. Linear work gives 2.0, quadratic work gives 4.0.
 MAX_GROWTH = 2.3

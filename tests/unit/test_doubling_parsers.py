@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.doubling import grows_linearly
+from tests.unit.doubling import DOUBLINGS, SHORT_DOUBLINGS, grows_linearly
 
 from penstock.authoring.pipeline import Pipeline
 from penstock.errors import RequestRefused
@@ -31,6 +31,8 @@ from penstock.sources.postgres.pgoutput import BadChange, Decoder
 pytestmark = pytest.mark.slow
 
 Make = Callable[[int], bytes]
+Sizes = tuple[int, ...]
+each_size = pytest.mark.parametrize("sizes", [DOUBLINGS, SHORT_DOUBLINGS], ids=["long", "short"])
 PEAK = 64 << 20  # bytes that one document may add to the memory of the process
 SHORT = 32 << 10  # bytes of a short document
 LARGEST = 15 << 20  # bytes, below the largest body of a response
@@ -135,9 +137,10 @@ def parse_sitemap(body: bytes) -> object:
     return sitemap_parser.parse(body, "https://a.example/sitemap.xml")
 
 
+@each_size
 @pytest.mark.parametrize("shape", FEEDS)
-def test_feeds_take_linear_time_and_memory(shape: str) -> None:
-    grows_linearly(FEEDS[shape], quietly(parse_feed, feed_parser.FeedError))
+def test_feeds_take_linear_time_and_memory(shape: str, sizes: Sizes) -> None:
+    grows_linearly(FEEDS[shape], quietly(parse_feed, feed_parser.FeedError), sizes)
 
 
 # Parsers may have other ways for short documents. feedparser needed 12 s for 32 KiB of line feeds.
@@ -207,9 +210,10 @@ def read_page(format: ItemFormat) -> Callable[[bytes], None]:
     return quietly(read, ApiError)
 
 
+@each_size
 @pytest.mark.parametrize("shape", JSON)
-def test_json_of_an_api_takes_linear_time_and_memory(shape: str) -> None:
-    grows_linearly(JSON[shape], read_page(item_format(ignore=["a.b"])))
+def test_json_of_an_api_takes_linear_time_and_memory(shape: str, sizes: Sizes) -> None:
+    grows_linearly(JSON[shape], read_page(item_format(ignore=["a.b"])), sizes)
 
 
 @pytest.mark.parametrize("shape", CSV)
@@ -227,11 +231,12 @@ def test_bodies_of_webhooks_take_linear_time_and_memory(shape: str) -> None:
 
 
 # With the same keys, a message has one value until it is refused. Then its text is kept.
+@each_size
 @pytest.mark.parametrize("shape", [shape for shape in JSON if shape != "same keys"])
-def test_kafka_messages_take_linear_time_and_memory(shape: str) -> None:
+def test_kafka_messages_take_linear_time_and_memory(shape: str, sizes: Sizes) -> None:
     reader = MessageReader()
     grows_linearly(
-        JSON[shape], lambda body: reader.finding(Message("t", 0, 0, 0.0, None, body, ()))
+        JSON[shape], lambda body: reader.finding(Message("t", 0, 0, 0.0, None, body, ())), sizes
     )
 
 
