@@ -399,8 +399,11 @@ def test_chunked_pipelined_and_expect_requests_are_handled_by_the_rules_of_http(
     with socket.create_connection(("127.0.0.1", server.port), 60) as s:
         s.sendall(head + b"Expect: 100-continue\r\nContent-Length: 99999999\r\n\r\n")
         assert s.recv(4096).startswith(b"HTTP/1.1 413 "), "refused before it was sent"
-    smuggled = head + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + plain
-    assert server.raw(smuggled).startswith(b"HTTP/1.1 400 ")
+    both = b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    for start in (head, b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n"):
+        smuggled = server.raw(start + both + plain)
+        assert smuggled.startswith(b"HTTP/1.1 400 ")
+        assert smuggled.count(b"HTTP/1.1 ") == 1
     assert server.raw(head + b"X-Long: " + b"x" * 40_000 + b"\r\n\r\n").startswith(b"HTTP/1.1 431 ")
     assert server.raw(head + b"X-Endless: " + b"x" * 30_000).startswith(b"HTTP/1.1 400 ")
     assert server.project.total()["accepted"] == 4

@@ -124,7 +124,7 @@ class Connections:
 
 
 class _Http(h11.Connection):
-    """The state machine of h11, with a limit on the number of chunks.
+    """The state machine of h11, with a limit on the number of chunks, and one end of each body.
 
     Each chunk costs some microseconds. So chunks of one byte would cost seconds for 1 MiB.
     """
@@ -138,6 +138,10 @@ class _Http(h11.Connection):
             if self._left < 0:
                 raise h11.RemoteProtocolError("the body has too many small chunks")
         elif isinstance(event, h11.Request):
+            # A proxy in front of this server may end the body by the other of the two headers. The
+            # rest of the body would be a request here, and clients would get wrong responses.
+            if {b"content-length", b"transfer-encoding"} <= {name for name, _ in event.headers}:
+                raise h11.RemoteProtocolError("the end of the body is ambiguous")
             self._left = CHUNKS * CHUNK_BYTES
         return event
 

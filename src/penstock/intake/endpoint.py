@@ -366,13 +366,6 @@ def _checked_headers(request: Request) -> dict[str, list[str]]:
     headers: dict[str, list[str]] = {}
     for name, value in request.headers.raw:
         headers.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
-    # A proxy in front of this server may end the body by the other of the two headers.
-    if "content-length" in headers and "transfer-encoding" in headers:
-        raise RequestRefused(
-            400,
-            "it has both a content-length and a transfer-encoding",
-            hint="leave both to your client",
-        )
     return headers
 
 
