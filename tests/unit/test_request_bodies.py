@@ -13,9 +13,9 @@ from penstock.intake.bodies import Body, BodyBudget
 class Reading:
     """A request that reads its body."""
 
-    def __init__(self, budget: BodyBudget, trusted: bool) -> None:
+    def __init__(self, budget: BodyBudget, trusted: bool, address: str = "192.0.2.1") -> None:
         self.budget, self.dropped = budget, False
-        self.body: Body = budget.open(trusted, self._drop)
+        self.body: Body = budget.open(trusted, address, self._drop)
 
     def _drop(self) -> None:
         self.dropped = True
@@ -60,6 +60,27 @@ def test_untrusted_bodies_use_at_most_half_of_the_memory() -> None:
     assert not trusted.dropped
 
 
+def test_bodies_of_an_address_above_its_share_are_dropped_first() -> None:
+    budget = BodyBudget(1600)  # 800 for untrusted bodies, 100 of them for one address
+    sender = Reading(budget, False, "192.0.2.7")
+    assert sender.gets(100)
+    strangers = [Reading(budget, False) for _ in range(20)]
+    assert all(stranger.gets(100) for stranger in strangers)
+    assert [stranger.dropped for stranger in strangers] == [True] * 13 + [False] * 7
+    assert sender.gets(0)
+    assert not sender.dropped
+    for each in (sender, *strangers):
+        budget.close(each.body)
+    assert not budget._addresses, "no memory of past addresses"
+
+
+def test_the_oldest_body_is_dropped_if_no_address_is_above_its_share() -> None:
+    budget = BodyBudget(1600)
+    readings = [Reading(budget, False, f"192.0.2.{n}") for n in range(10)]
+    assert all(reading.gets(100) for reading in readings)
+    assert [reading.dropped for reading in readings] == [True] * 2 + [False] * 8
+
+
 def test_a_complete_body_is_never_dropped_and_stays_counted() -> None:
     budget = BodyBudget(100)
     complete, late = Reading(budget, True), Reading(budget, True)
@@ -84,7 +105,7 @@ def test_bodies_never_hold_more_than_the_limit(steps: list[tuple[str, int]]) -> 
     done = set[Reading]()
     for what, n in steps:
         if what == "open" or not readings:
-            readings.append(Reading(budget, n % 2 == 0))
+            readings.append(Reading(budget, n % 2 == 0, f"192.0.2.{n % 3}"))
             continue
         reading = readings[n % len(readings)]
         if what == "add" and reading not in done:
@@ -101,6 +122,7 @@ def test_bodies_never_hold_more_than_the_limit(steps: list[tuple[str, int]]) -> 
     for reading in readings:
         budget.close(reading.body)
     assert budget.held == 0
+    assert not budget._addresses
 
 
 @pytest.mark.parametrize("trusted", [False, True])

@@ -195,7 +195,7 @@ class Endpoint:
         trusted = bool(source.signed) and (
             claim is None or self._unverified.is_known(address, loop.time())
         )
-        body = await self._body(request, trusted, source.max_body)
+        body = await self._body(request, trusted, address, source.max_body)
         data = self._bodies.complete(body)
         try:
             signed_id = await self._work(data, source.verify, claim, data)
@@ -230,11 +230,11 @@ class Endpoint:
             if length is None or int(length[0]) > SMALL:
                 raise _too_often(wait)
 
-    async def _body(self, request: Request, trusted: bool, most: int) -> Body:
+    async def _body(self, request: Request, trusted: bool, address: str, most: int) -> Body:
         """Read the body, with at most `most` bytes and within the timeout. The caller closes it."""
         loop = asyncio.get_running_loop()
         deadline = asyncio.timeout(self._timeout)
-        body = self._bodies.open(trusted, lambda: deadline.reschedule(loop.time()))
+        body = self._bodies.open(trusted, address, lambda: deadline.reschedule(loop.time()))
         try:
             async with deadline:
                 async for chunk in request.stream():
