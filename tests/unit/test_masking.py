@@ -38,6 +38,8 @@ MALFORMED = [
     "postgres:host=db password='{} x' user=me",
     'postgres:host=db password="{} x" user=me',
     "postgres:host=db password = {} user=me",
+    "postgres:host=db password=a?{} user=me",
+    "postgres:host=db password={} dbname=a?b=c",
     "s3://bucket/p?endpoint=http://me:{}@host:9000&region=x",
     "s3://bucket/p?endpoint=http%3A%2F%2Fme%3A{}%40host",
     "s3://bucket?secret={};x#y",

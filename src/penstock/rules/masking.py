@@ -35,9 +35,10 @@ def mask(url: str) -> str:
     rest = rest[len(slashes) :]
     if scheme not in _FILES:
         rest = _mask_user(scheme, slashes, rest)
-    if "://" in url or "?" in rest:
-        return scheme + colon + slashes + _parameters(_mask_parameter, rest)
-    return scheme + colon + slashes + _assignments(_mask_assignment, rest)
+    rest = _parameters(_mask_parameter, rest)
+    if "://" not in url:
+        rest = _assignments(_mask_assignment, rest)
+    return scheme + colon + slashes + rest
 
 
 def _mask_user(scheme: str, slashes: str, rest: str) -> str:
@@ -55,10 +56,15 @@ def _mask_user(scheme: str, slashes: str, rest: str) -> str:
     if len(slashes) >= 2:
         # `redis://:password` and `kafka://user:password` have no host.
         place = re.split(r"[/?#]", rest, maxsplit=1)[0]
-        if not all(_HOST.fullmatch(host) for host in place.split(",")):
+        if not are_hosts(place):
             user, separator, _ = rest.partition(":")
             return f"{user}{separator}{MASK}"
     return rest
+
+
+def are_hosts(text: str) -> bool:
+    """Return True if the text is a list of hosts, each with or without a port."""
+    return all(_HOST.fullmatch(host) for host in text.split(","))
 
 
 def _mask_parameter(m: re.Match[str]) -> str:
@@ -99,8 +105,7 @@ def _mask_url_in_text(m: re.Match[str]) -> str:
 
 def hide(text: str, passwords: set[str]) -> str:
     """Return the text without these passwords, where they are whole words."""
-    found = [p for p in sorted(passwords, key=len, reverse=True) if p in text]
-    for password in found:
+    for password in sorted((p for p in passwords if p in text), key=len, reverse=True):
         text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(password)}(?![A-Za-z0-9])", MASK, text)
     return text
 
