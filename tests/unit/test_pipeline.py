@@ -68,6 +68,40 @@ def test_a_page_matches_by_its_final_url_or_its_requested_url() -> None:
     assert not shop.matching("https://x.test/new/1")
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://me:a@hunter2@127.0.0.1:6379/0?list=a",  # Redis accepts it
+        "postgres://me:a/hunter2@127.0.0.1/a",
+        "kafka://me:hunter2",
+        "feed:https://me:hunter2@shop.example/feed.xml",
+    ],
+)
+def test_the_name_of_a_source_has_no_part_of_a_password(url: str) -> None:
+    # The name is in every event of the source, on the broker and in the ledger.
+    shop = Pipeline("shop")
+    shop.source(url)
+    assert "hunter2" not in shop.sources[0].name
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        (
+            "feed+https://me:secret@shop.example:8080/feed/@ada",
+            "feed-https-shop.example-8080-feed-ada",
+        ),
+        ("kafka://h1:9092,h2:9092/shop", "kafka-h1-9092-h2-9092-shop"),
+        ("redis://[::1]:6379/0?list=a", "redis-1-6379-0"),
+        ("seeds:lists/a@b.txt", "seeds-lists-a-b.txt"),
+    ],
+)
+def test_the_name_of_a_source_stays_so_that_its_cursor_is_found(url: str, name: str) -> None:
+    shop = Pipeline("shop")
+    shop.source(url)
+    assert shop.sources[0].name == name
+
+
 def test_the_signature_names_the_matching_extractors_and_their_versions() -> None:
     shop = Pipeline("shop")
     shop.extract(match="*/a/*", version=3, name="a")(one)

@@ -26,7 +26,7 @@ from penstock.authoring.routing import (
 from penstock.config import units
 from penstock.errors import ConfigError
 from penstock.model import Route
-from penstock.rules.masking import mask
+from penstock.rules.masking import are_hosts, mask
 
 F = TypeVar("F", bound=Callable[..., Any])
 Key: TypeAlias = str | Sequence[str] | Callable[[dict[str, Any]], Any] | None
@@ -478,7 +478,11 @@ def _connect(given: Any, url: str, where: str) -> dict[str, Any] | None:
 def _source_name(url: str) -> str:
     """Make a name from the URL's scheme, host and path, never from user, password or query."""
     scheme, _, rest = url.partition(":")
-    place = re.sub(r"^//([^/@]*@)?", "", rest).partition("?")[0].partition("#")[0]
+    authority = re.split(r"[/?#]", rest.removeprefix("//"), maxsplit=1)[0]
+    if ":" in rest and not (rest.startswith("//") and are_hosts(authority.rpartition("@")[2])):
+        # The URL is malformed. What looks like its host or path may be a part of the password.
+        rest = mask(url).partition(":")[2]
+    place = re.sub(r"^//([^/?#]*@)?", "", rest).partition("?")[0].partition("#")[0]
     if scheme == "webhook":
         return _check_name(place, "a webhook")
     text = "-".join(re.findall(r"[A-Za-z0-9_.]+", f"{scheme} {place}"))
