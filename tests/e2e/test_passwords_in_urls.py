@@ -13,14 +13,16 @@ from tests.e2e.harness import Project
 PASSWORD = "hunter2-Zq81"
 Command = tuple[dict[str, str], list[str]]  # environment and arguments
 # Runs commands in one process, which saves the imports. A line of JSON on stdin has the environment
-# and the arguments of each.
+# and the arguments of each. No command knows the passwords that an earlier one has learned.
 RUNNER = """
 import json, os, sys
+from penstock.cli import hidden
 from penstock.cli.main import main
 
 before = dict(os.environ)
 for line in sys.stdin:
     given = json.loads(line)
+    hidden._passwords.clear()
     os.environ.clear()
     os.environ.update(before | given["environment"])
     print("COMMAND", given["arguments"], flush=True)
@@ -152,7 +154,19 @@ def test_no_command_shows_the_password_of_a_pipeline(
     for n, url in enumerate(forms(scheme)):
         file = project.write(f"shop{n}.py", SINK.format(kind=kind, url=url))
         commands.append(({}, ["config", "check", file.name, "--debug"]))
+        if kind == "source":
+            commands.append(({}, ["sources", "ls", "--pipeline", file.name, "--json", "--debug"]))
     check(output_of(project, commands), forms(scheme))
+
+
+@pytest.mark.parametrize(
+    "command", [("run",), ("fetch",), ("push",), ("trace",), ("dlq", "show"), ("sources", "show")]
+)
+def test_no_command_shows_the_password_of_its_argument(
+    project: Project, command: tuple[str, ...]
+) -> None:
+    urls = [f"http://me:{PASSWORD}@127.0.0.1:1/p", f"redis://me:{PASSWORD}@127.0.0.1:port/0"]
+    check(output_of(project, [({}, [*command, url, "--debug"]) for url in urls]), urls)
 
 
 def test_doctor_and_a_run_do_not_show_the_password_of_a_sink_that_is_down(project: Project) -> None:

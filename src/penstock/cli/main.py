@@ -150,6 +150,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as e:
+        from penstock.cli.hidden import learn
+
+        learn(tokens)
         if debug:
             _print_traceback()
         return _explain(e, debug)
