@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import re
 import secrets
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from urllib.parse import quote
 
+import obstore
 import psycopg
 import pytest
 import zstandard
@@ -29,12 +31,13 @@ from tests.e2e.layouts import Server, lay_out, layouts
 from tests.e2e.test_passwords_in_urls import output_of
 from tests.embedded.proxy_servers import Proxy
 
+from penstock.stores.s3 import bucket_at
 from penstock.testing.web import Reply, Request
 
 # A secret is stored in none of these spellings.
 NAMES = (
     *("cookie", "nameless", "hop", "delayed", "echo", "apikey", "session", "linked", "location"),
-    *("bearer", "webhook", "proxy", "broker", "store", "pushed", "seed_key", "basic"),
+    *("bearer", "webhook", "proxy", "broker", "store", "pushed", "list", "basic"),
 )
 PIPELINE = """
 from penstock import Page, Pipeline
@@ -115,16 +118,22 @@ class Places:
                 continue
             self.add(f"{place} (compressed)", plain)
 
-    def add_files(self, directory: Path, *, but: tuple[str, ...] = ()) -> None:
+    def add_bytes_of_files(self, directory: Path, *, but: tuple[str, ...] = ()) -> None:
         for path in sorted(directory.rglob("*")):
-            if path.is_file() and path.name not in but:
-                self.add(str(path.relative_to(directory)), path.read_bytes())
-            if path.suffix == ".db":
-                with sqlite3.connect(f"file:{path}?mode=ro", uri=True) as db:
-                    tables = db.execute("SELECT name FROM sqlite_master WHERE type='table'")
-                    for (table,) in tables.fetchall():
-                        for row in db.execute(f'SELECT * FROM "{table}"'):
-                            self.add_row(f"{path.name}:{table}", row)
+            # A worker that runs may remove a file.
+            with contextlib.suppress(FileNotFoundError):
+                if path.is_file() and path.name not in but:
+                    self.add(str(path.relative_to(directory)), path.read_bytes())
+
+    def add_files(self, directory: Path, *, but: tuple[str, ...] = ()) -> None:
+        """Search the files and the rows of the databases. No worker may run."""
+        self.add_bytes_of_files(directory, but=but)
+        for path in sorted(directory.rglob("*.db")):
+            with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
+                tables = db.execute("SELECT name FROM sqlite_master WHERE type='table'")
+                for (table,) in tables.fetchall():
+                    for row in db.execute(f'SELECT * FROM "{table}"'):
+                        self.add_row(f"{path.name}:{table}", row)
 
     def add_row(self, place: str, row: tuple[object, ...]) -> None:
         for value in row:
@@ -227,6 +236,21 @@ def give_passwords(project: Project, layout: str, server: Server, planted: dict[
             url = server("sqs").url
             assert "//x:x@" in url
             project.set(broker_url=url.replace("//x:x@", f"//key:{password}@"))
+        case "s3":
+            assert "key=x&secret=x" in server("s3").url
+            pages = server("s3").url.replace("/pages?", f"/{project.mark}?")
+            keys = quote(planted["store"], safe="")
+            project.set(pages_url=pages.replace("key=x&secret=x", f"key={keys}&secret={keys}"))
+
+
+def list_in_s3(server: Server, planted: dict[str, str], name: str, text: str) -> str:
+    """Write a list of URLs to S3. Return a source that reads the list with a secret key."""
+    bucket, _ = bucket_at(server("s3").url, whole=True)
+    obstore.put(bucket, name, text.encode())
+    keys = quote(planted["list"], safe="")
+    url = server("s3").url.replace("/pages?", f"/{name}?")
+    url = url.replace("key=x&secret=x", f"key={keys}&secret={keys}")
+    return f"shop.source({'seeds+' + url!r})\n"
 
 
 def put(url: str, document: dict[str, str]) -> None:
@@ -256,7 +280,11 @@ def run_role(project: Project, role: str, until: Callable[[], object]) -> str:
 
 
 @pytest.mark.parametrize(
-    "layout", layouts("embedded", "redis", "rabbitmq", "kafka", "sqs", "postgres")
+    "layout",
+    [
+        *layouts("embedded", "redis", "rabbitmq", "kafka", "sqs", "postgres"),
+        pytest.param("s3", marks=pytest.mark.server("s3")),  # embedded, with pages and a list in S3
+    ],
 )
 def test_no_file_message_or_output_has_a_secret(
     project: Project,
@@ -266,14 +294,18 @@ def test_no_file_message_or_output_has_a_secret(
     proxy: Proxy,
     layout: str,
 ) -> None:
-    places = Places(planted)
+    places, objects = Places(planted), 0
     urls = serve_secrets(site, planted)
-    lay_out(project, layout, server)
+    lay_out(project, "embedded" if layout == "s3" else layout, server)
     give_passwords(project, layout, server, planted)
     project.env |= {"SHOP_TOKEN": planted["bearer"], "HOOK_SECRET": planted["webhook"]}
     project.set(proxies_home_urls=proxy.dsn.replace(proxy.password, quote(proxy.password, safe="")))
     project.set(serve_port="0")
-    project.write("shop.py", PIPELINE.replace("SITE", site.url("")))
+    pipeline = PIPELINE.replace("SITE", site.url(""))
+    if layout == "s3":
+        text = site.serve("/p/in-s3", product("in-s3")) + "\n"
+        pipeline += list_in_s3(server, planted, f"{project.mark}.txt", text)
+    project.write("shop.py", pipeline)
 
     refused = project.penstock("push", f"http://me:{planted['pushed']}@127.0.0.1:{site.port}/p/1")
     assert refused.code == 1, refused.output
@@ -288,9 +320,12 @@ def test_no_file_message_or_output_has_a_secret(
     places.add("log of fetch", fetched.encode())
     assert add_messages(places, project, "after fetch") > 0
     places.add_files(project.dir / ".penstock")
-    extracted = run_role(
-        project, "extract", lambda: add_messages(places, project, "during extract")
-    )
+
+    def look_while_it_runs() -> int:
+        places.add_bytes_of_files(project.dir / ".penstock")  # with -wal and lock files
+        return add_messages(places, project, "during extract")
+
+    extracted = run_role(project, "extract", look_while_it_runs)
     places.add("log of extract", extracted.encode())
     add_messages(places, project, "after extract")
     done = project.penstock("run", "shop.py", "--until-idle", "--log-level", "debug", "--debug")
@@ -301,6 +336,7 @@ def test_no_file_message_or_output_has_a_secret(
     rows = {row["sku"]: row for row in project.rows()}
     assert {"S-1", "S-2", "S-3", "S-4", "S-5", "S-after", "S-busy", "S-listed"} <= set(rows)
     assert "S-proxied" in rows
+    assert ("S-in-s3" in rows) == (layout == "s3")
     assert {"login", "elsewhere"} <= set(project.dead_letters())
 
     commands = [
@@ -335,6 +371,13 @@ def test_no_file_message_or_output_has_a_secret(
                 for schema, table in tables:
                     for row in db.execute(f'SELECT * FROM "{schema}"."{table}"'):
                         places.add_row(f"{schema}.{table}", row)
+        case "s3":
+            bucket, _ = bucket_at(server("s3").url, whole=True)
+            for batch in obstore.list(bucket, project.mark):
+                for found in batch:
+                    places.add(found["path"], bytes(obstore.get(bucket, found["path"]).bytes()))
+                    objects += 1
+            assert objects > len(rows), "the pages and the list are in S3"
         case "redis" | "kafka" | "rabbitmq":
             places.add_files(server(layout).file(""), but=(".erlang.cookie",))
     assert places.bytes > 100_000, "the test has searched something"
