@@ -49,8 +49,9 @@ def open_own(path: Path | str, flags: int) -> int:
     In a directory such as /tmp, another user could have put a link or a file there first. Raises
     Unreachable for them, and OSError.
     """
+    safe = flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, FILE_MODE)
+        fd = os.open(path, safe, FILE_MODE)
     except OSError as e:
         if e.errno in (errno.ELOOP, errno.EMLINK):
             raise _not_ours(path, "is a link") from None
@@ -64,6 +65,8 @@ def open_own(path: Path | str, flags: int) -> int:
             raise _not_ours(path, f"belongs to another user (uid {file.st_uid})")
         if file.st_nlink > 1 and directory.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise _not_ours(path, "has a second name, so it may be another file of yours")
+        if flags & os.O_TRUNC:
+            os.ftruncate(fd, 0)
     except BaseException:
         os.close(fd)
         raise

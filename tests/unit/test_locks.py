@@ -23,6 +23,7 @@ from penstock.locks import (
     note_of,
     worker_alive,
 )
+from penstock.private_files import open_own
 
 HOLD = (
     "import sys, time; from penstock.locks import FileLock; "
@@ -231,5 +232,7 @@ def test_a_second_name_of_a_file_is_no_lock_in_a_shared_directory(tmp_path: Path
     os.link(victim, shared / "a.lock")
     with pytest.raises(Unreachable, match="has a second name"):
         FileLock(shared / "a.lock").try_acquire()
+    with pytest.raises(Unreachable, match="has a second name"):
+        open_own(shared / "a.lock", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     assert victim.read_text() == "keep me"
     assert FileLock(shared / "b.lock").try_acquire()
