@@ -94,7 +94,7 @@ def configuration() -> str:
                 "",
                 f"## [{of}]" if of else "## At the top level",
                 "",
-                *_table("option", "variable", "kind", "default", "what it is"),
+                *_table("option", "variable", "kind", "default", "meaning"),
             ]
         variables = " or ".join(_code(v) for v in option.variables)
         what = option.help + (" (*secret*)" if option.secret else "")
@@ -162,7 +162,7 @@ def _command(app: App, name: str) -> Iterator[str]:
     yield " ".join((app.help or "").split())
     yield ""
     if own:
-        yield from _table("argument or option", "what it is")
+        yield from _table("argument or option", "meaning")
         for argument in own:
             yield _row(_names(argument), " ".join((argument.parameter.help or "").split()))
         yield ""
@@ -195,7 +195,7 @@ def cli() -> str:
         for path, leaf in _leaves(command, name):
             lines += _command(leaf, path)
             last = last if " " in path else _arguments(leaf)[1] or last
-    lines += ["## Common options", "", *_table("option", "what it is")]
+    lines += ["## Common options", "", *_table("option", "meaning")]
     lines += [_row(_names(a), " ".join((a.parameter.help or "").split())) for a in last]
     lines += [
         "",
