@@ -332,7 +332,7 @@ class ErrorClass(enum.StrEnum):
 
 
 class Reason(enum.StrEnum):
-    """What became of an event, as a code that programs compare.
+    """Codes of the results of events, for programs.
 
     `rules.reasons` makes the sentence of a code, and finds the code of a stored sentence.
     """

@@ -26,7 +26,7 @@ from penstock.ports import LINKS_WAITING, Clock, LinkChunk, Topics, Transaction,
 from penstock.rules.links import CHUNK, pack
 
 log = logging.getLogger("penstock.worker")
-# Seconds between two looks without an end in this process. Other workers may have stored links.
+# Seconds between two checks if no event of this process ends. Other workers may store links too.
 LOOK_INTERVAL = 1.0
 # After a transaction the feeder waits this many times as long as the transaction took. So other
 # work gets at least half of the time of the event loop and of the store.
@@ -155,7 +155,7 @@ class LinkFeeder:
         return last, set(counts)
 
     def _drop(self, tx: Transaction, chunk: LinkChunk) -> None:
-        """Delete links that nobody can read, and count them. Otherwise they would wait forever."""
+        """Delete links that cannot be decoded, and count them. They would wait forever."""
         topic = tx.counters.topics_with(LINKS_WAITING)[0]
         tx.links.shorten(chunk, topic, 0, b"")
         tx.counters.add(topic, {"followed_bad": chunk.links})

@@ -28,7 +28,7 @@ MAX_DECIDED = UNPACKED
 MAX_CHARACTERS = 100_000
 # Links of a page in which session ids are searched, even if none of its links is decided now.
 MIN_READ = 20
-RESERVED = 10  # one of this many places of `max_pending` is never used for links
+RESERVED = 10  # links never use this fraction of `max_pending`: one tenth
 
 
 def room_for_links(tx: Transaction, topic: str, max_pending: int) -> int:

@@ -101,7 +101,7 @@ class Recorder:
         `extractors` are the names of those that failed.
         """
         if item.state is State.OUTCOME:
-            return  # it has ended, for example before its handler was cancelled
+            return  # the event has ended, for example before its handler was cancelled
         now, max_age = self._clock.now(), self._options.max_age
         if f.waits_for:
             self.end(

@@ -64,7 +64,7 @@ def run_page(pipeline: Pipeline, page: Page, max_output: int = extracting.MAX_OU
 async def run_hooks(pipeline: Pipeline, change: bytes) -> str:
     """Run every hook that wants the change, even if another hook raises.
 
-    Return the exceptions in one line, "" if there are none.
+    Return the exceptions in one line, or "" without exceptions.
     """
     errors = []
     decoded = _decode_change(change)

@@ -39,7 +39,7 @@ class RobotsTxt:
         self._options = options
         self._known: dict[str, CachedRules] = {}
         self._size = 0  # bytes of memory of the known rules
-        self._parsing = asyncio.Lock()  # one large file at a time, so that memory is bounded
+        self._parsing = asyncio.Lock()  # parses large files one after the other, to bound memory
         self._loading: dict[str, asyncio.Task[CachedRules]] = {}
         # Origin -> (URL, hop) of a request that was delayed after a redirect. The retry continues
         # there. Otherwise a redirect to a slow host would never end.

@@ -195,7 +195,7 @@ async def judge_beside_the_loop(mapping: Mapping, findings: Sequence[Finding]) -
 
     An expression takes about 2 µs for each value of a payload, and a payload may have many. So
     expressions run in a thread. A hook is user code that may not expect a thread. It runs on the
-    loop, with turns of the loop in between.
+    loop, and other work of the loop runs between two findings.
     """
     if mapping.has_expressions and not mapping.has_hook:
         return await asyncio.to_thread(judge, mapping, findings)

@@ -94,4 +94,6 @@ class BodyBudget:
 
 
 def no_memory() -> RequestRefused:
-    return RequestRefused(503, "too much is being sent at once", hint="send it again", after=1.0)
+    return RequestRefused(
+        503, "the bodies of all requests use too much memory", hint="send it again", after=1.0
+    )

@@ -346,7 +346,7 @@ class Endpoint:
         if now - hook.said >= QUIET:
             counts = ", ".join(f"{status} × {n}" for status, n in sorted(hook.refused.items()))
             log.warning(
-                "hook %s refused requests (%s); the last one: %s",
+                "hook %s refused requests (%s). The last one: %s",
                 hook.source.name,
                 counts,
                 e.why or e.message,
@@ -436,4 +436,4 @@ async def _away(request: Request, e: StoreUnavailable) -> Response:
 
 async def _bug(request: Request, e: Exception) -> Response:
     # The server logs the exception.
-    return _json(500, {"error": "this should not happen", "try": "our log says more"})
+    return _json(500, {"error": "this should not happen", "try": "see the log of Penstock"})

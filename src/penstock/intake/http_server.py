@@ -62,7 +62,7 @@ class Listener:
         try:
             if not self._lock.try_acquire():
                 log.info(
-                    "another process listens on %s already; this one takes over when it ends",
+                    "another process listens on %s already. This one takes over when it ends",
                     where(self.host, self.port),
                 )
                 while not self._lock.try_acquire():
@@ -116,7 +116,7 @@ class Listener:
         )
         try:
             await asyncio.shield(serving)
-            raise RuntimeError("the HTTP server ended by itself")
+            raise RuntimeError("the HTTP server ended without a request to stop")
         except asyncio.CancelledError:
             # Accept no new connections, and finish the requests in progress.
             server.should_exit = True

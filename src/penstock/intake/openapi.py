@@ -84,10 +84,10 @@ _REFUSALS = {
     "408": "the body came too slowly",
     "413": "the body is too large, or has too many items",
     "415": "a content-type that is not read",
-    "422": "items that make no event; none of the body was accepted",
-    "429": "more requests than the hook or the address may send; Retry-After says when",
+    "422": "items that make no event. Nothing of the body was accepted",
+    "429": "more requests than the hook or the address may send. Retry-After has the time to wait",
     "431": "its headers are too large",
-    "503": "the queue is full or the store is away; Retry-After says when. Nothing was accepted",
+    "503": "the queue is full or the store unavailable. Nothing was accepted. See Retry-After",
 }
 
 
@@ -141,7 +141,7 @@ def document() -> dict[str, Any]:
                         },
                     },
                     "responses": {
-                        "202": _answer("durable; a repeated id is known and changes nothing", told)
+                        "202": _answer("durable. A repeated id is known and changes nothing", told)
                     }
                     | {status: _answer(text, error) for status, text in _REFUSALS.items()},
                 }

@@ -61,7 +61,7 @@ class _Stage(Protocol):
     pending: bool  # input or output is left for another step
 
     def give(self, data: bytes) -> None:
-        """Set the next input. Only allowed if nothing is pending."""
+        """Set the next input. Only allowed if `pending` is False."""
 
     def step(self) -> bytes:
         """Decode a bounded part of the input, and return its output, which may be empty."""
@@ -232,7 +232,7 @@ class _Zstd:
             if value & 1:  # the last block of its frame
                 self._after = _MAGIC
                 self._missing += self._checksum
-            if kind == 1:  # one byte, which is repeated
+            if kind == 1:  # the block repeats one byte
                 self._missing += 1 - size
             return _ZSTD_BLOCK if kind == 2 else min(size, _ZSTD_BLOCK)
         if part == _CONTENT:

@@ -105,7 +105,7 @@ def _loose(root: Path) -> Iterator[Loose]:
     for path in paths:
         try:
             mode = os.lstat(path).st_mode
-        except FileNotFoundError:  # a worker removed it meanwhile
+        except FileNotFoundError:  # a worker has removed the file
             continue
         if (stat.S_ISREG(mode) or stat.S_ISDIR(mode)) and mode & NOT_OWNER:
             yield Loose(path, stat.S_IMODE(mode))
@@ -115,7 +115,7 @@ def _repair(found: Iterable[Loose]) -> Iterator[Loose]:
     """Change the modes. Return those that cannot be changed."""
     for loose in found:
         try:
-            # The descriptor belongs to the file itself, even if a link replaces it meanwhile.
+            # The descriptor belongs to the file itself, even if a link replaces the path.
             fd = os.open(loose.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
             continue

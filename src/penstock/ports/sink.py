@@ -82,7 +82,7 @@ class LocalSink(Sink, Protocol):
     def path(self) -> FilePath:
         """The file."""
 
-    # True: a new file and new directories are for their owner only. False: the umask decides.
+    # If True, a new file and new directories are for their owner only. Otherwise the umask decides.
     private: bool
 
 

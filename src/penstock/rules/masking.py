@@ -104,7 +104,7 @@ def _mask_url_in_text(m: re.Match[str]) -> str:
 
 
 def hide(text: str, passwords: set[str]) -> str:
-    """Return the text without these passwords, where they are whole words."""
+    """Return the text without these passwords. Parts of longer words stay."""
     for password in sorted((p for p in passwords if p in text), key=len, reverse=True):
         text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(password)}(?![A-Za-z0-9])", MASK, text)
     return text

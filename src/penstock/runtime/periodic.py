@@ -79,7 +79,7 @@ class PeriodicWork:
                     for worker in await self._stores.maintenance.reclaim(
                         self._stores.workers_directory
                     ):
-                        log.warning("worker %s is gone; its work was taken back", worker)
+                        log.warning("worker %s has crashed. Its work was released", worker)
                     await self._stores.maintenance.release_due()
                     await self._stores.breakers.refresh()
                     await self._stores.budgets.refresh(fetches=self._fetches)
@@ -149,7 +149,7 @@ class PeriodicWork:
                     again := await chores.recover()
                 ):
                     log.warning(
-                        "the broker had lost %d messages of open events; they were published again",
+                        "the broker had lost %d messages of open events. They were published again",
                         again,
                     )
             except StoreUnavailable as e:

@@ -110,13 +110,13 @@ def check_served(sources: Sequence[ServedSource], host: str) -> None:
             raise ConfigError(
                 f"source {source.name}: the hook is unsigned, "
                 f"and others can reach serve.host {host}",
-                hint='give it a secret (secret = "env:SHOP_SECRET"), or say unsigned = "anywhere"',
+                hint='give it a secret (secret = "env:SHOP_SECRET"), or set unsigned = "anywhere"',
             )
     paths = [source.path for source in sources]
     if twice := [path for path in paths if paths.count(path) > 1]:
         raise ConfigError(
             f"two sources are served at {twice[0]}",
-            hint="webhook:NAME, each with a name of its own",
+            hint="webhook:NAME, each with another name",
         )
 
 

@@ -216,7 +216,7 @@ def open_stores(
         claims = adapter("claims", config.claims.url)(config.claims.url, context)
         if isinstance(claims, SqlClaims) and claims.db is not ledger.db:
             raise ConfigError(
-                "the claims lie in another store than the ledger",
+                "the claims are in another store than the ledger",
                 hint="give PENSTOCK_CLAIMS_URL the URL of the ledger",
             )
         broker = _open_broker(config, context, ledger)
