@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import threading
 import time
 from collections.abc import Callable
 
@@ -11,7 +12,7 @@ from tests.unit.doubling import grows_linearly
 
 from penstock.sources import sitemap_parser
 from penstock.sources.gzip_members import GzipMembers
-from penstock.sources.markup import UnreadableDocument, gunzip
+from penstock.sources.markup import UnreadableDocument, gunzip, without_controls
 from penstock.sources.seeds.files import SeedObject
 from penstock.sources.seeds.lines import Lines, SizeLimits, Stream
 
@@ -79,6 +80,19 @@ def test_a_bomb_of_empty_gzip_members_is_refused() -> None:
 
 def test_bytes_after_the_last_gzip_member_are_ignored() -> None:
     assert gunzip(gzip.compress(b"a") + gzip.compress(b"b") + b"\0\0 junk", 99) == b"ab"
+
+
+def test_other_threads_continue_while_controls_are_removed() -> None:
+    text = "\x01" + "\xe9\u0101" * (4 << 20)
+    found: list[str] = []
+    thread = threading.Thread(target=lambda: found.append(without_controls(text)))
+    turns = 0
+    thread.start()
+    while thread.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    assert found == [text[1:]]
+    assert turns > 10  # With one call of `translate`, there are two or three.
 
 
 def test_quotes_that_never_close_are_not_searched_for_each_line() -> None:

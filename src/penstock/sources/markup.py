@@ -24,7 +24,7 @@ _PART = 350  # bytes of memory for a tag or an attribute in a tree, as measured 
 _MAX_GZIP_LAYERS = 2  # some servers compress a file that is already compressed
 # Real files have members of many kilobytes. A member without content takes 1 µs.
 MAX_MEMBERS = 10_000
-_CHUNK = 1 << 16  # bytes that are decompressed together
+_CHUNK = 1 << 16  # bytes or characters that are processed together
 _HEAD = 1024
 
 _BOMS = (
@@ -230,8 +230,11 @@ def check_memory(text: str, size: int, *, parts: int = 0, copies: int = 1) -> No
 
 def without_controls(text: str) -> str:
     """Remove characters that XML does not allow."""
-    # `translate` needs no list of the parts between the removed characters, as `sub` does.
-    return text.translate(_REMOVED) if _unprintable.search(text) else text
+    if not _unprintable.search(text):
+        return text
+    # `translate` needs no list of the parts between the removed characters, as `sub` does. It holds
+    # the GIL, and 16 MiB take more than a second, so it gets short parts.
+    return "".join(text[at : at + _CHUNK].translate(_REMOVED) for at in range(0, len(text), _CHUNK))
 
 
 def repair_entities(text: str) -> str:
