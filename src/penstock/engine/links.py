@@ -22,8 +22,8 @@ from penstock.rules.identity import BadUrl, canonical_url, host_key
 from penstock.rules.links import UNPACKED, PackedLinks, pack, unpack
 
 # Links that one transaction decides, and characters of their URLs. A link needs about 0.1 ms on
-# SQLite, and a character of a hostile URL up to 0.5 µs. The statements run on the event loop. So one
-# transaction keeps the loop for about 50 ms.
+# SQLite, and a character of a hostile URL up to 0.5 µs. The statements run on the event loop. So
+# one transaction keeps the loop for about 50 ms.
 MAX_DECIDED = UNPACKED
 MAX_CHARACTERS = 100_000
 # Links of a page in which session ids are searched, even if none of its links is decided now.

@@ -11,7 +11,8 @@ MIN_BUDGET = 24 << 20  # bytes of all bodies together
 # Untrusted bodies may use this share. A forged signature costs nothing, so a body with a signature
 # is untrusted until its sender is known.
 UNTRUSTED_SHARE = 0.5
-# Untrusted bodies of one address may use this share of that share. Above it, they are dropped first.
+# Untrusted bodies of one address may use this share of that share. Above it, they are the first
+# that are dropped.
 ADDRESS_SHARE = 0.125
 
 
