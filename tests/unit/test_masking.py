@@ -45,6 +45,8 @@ MALFORMED = [
     "s3://bucket?secret={};x#y",
     "s3://bucket?%73ecret={}",
     "s3://bucket?key=a&secret={}",
+    "https://account.blob.host/urls.txt?sv=2024&sig={}",
+    "https://host/list?jwt={}",
     "feed:https://me:{}@host/feed.xml",
     "api+https://me:{}@host/items",
 ]

@@ -11,7 +11,7 @@ MASK = "***"
 SHORTEST = 4  # characters. A shorter part of a password is not searched for in other texts.
 
 _FILES = ("sqlite", "file", "jsonl", "csv", "memory")  # schemes of URLs without a user
-_SECRET_PARAMETER = re.compile(r"(?i)pass|pwd|secret|token|key|credential|auth|signature")
+_SECRET_PARAMETER = re.compile(r"(?i)pass|pwd|secret|token|key|credential|auth|signature|^sig$|jwt")
 _parameters = re.compile(r"([?&])([^=&?]*)=([^&]*)").sub
 # `name=value` and `name="a value"`. Each match starts where a name starts, so that the search is
 # linear.
