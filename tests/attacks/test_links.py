@@ -15,6 +15,9 @@ from penstock.testing.web import Reply, Request, reply
 
 PAGES, LINKS = 6, 40_000
 MAX_PENDING = "100"
+LONG_LINKS = 200
+# A query of which canonicalisation sorts the parameters and decodes the bytes.
+LONG_QUERY = "".join(f"&z{n}=%7e%e2%82%ac" for n in range(80, 0, -1))
 
 
 def bomb(g: Ground) -> Sequence[str]:
@@ -29,6 +32,20 @@ def bomb(g: Ground) -> Sequence[str]:
     return [g.hostile.url(f"/p/{n}") for n in range(PAGES)]
 
 
+def bomb_of_long_urls(g: Ground) -> Sequence[str]:
+    def answer(request: Request) -> Reply:
+        _, _, name = request.path.rpartition("/")
+        if "-" in name:
+            return reply(product(name))
+        more = "".join(
+            f'<a class="related" href="/p/{name}-{n}?{LONG_QUERY}">m</a>' for n in range(LONG_LINKS)
+        )
+        return reply(product(name, more=more))
+
+    g.hostile.web.route("/p/*", answer)
+    return [g.hostile.url(f"/p/{n}") for n in range(PAGES)]
+
+
 def all_bombs_received(g: Ground) -> bool:
     asked = {e.path for e in list(g.hostile.web.entries)}
     return {f"/p/{n}" for n in range(PAGES)} <= asked
@@ -37,6 +54,10 @@ def all_bombs_received(g: Ground) -> bool:
 def test_a_link_bomb_does_not_disturb_other_hosts(tmp_path: Path) -> None:
     # There is room for the pages of the healthy site, and for about 250 links.
     survives(tmp_path, bomb, until=all_bombs_received, intake_max_pending="2500")
+
+
+def test_links_with_long_urls_do_not_disturb_other_hosts(tmp_path: Path) -> None:
+    survives(tmp_path, bomb_of_long_urls, until=all_bombs_received, intake_max_pending="5000")
 
 
 @pytest.mark.parametrize(
