@@ -17,7 +17,7 @@ from penstock.testing.web import Reply, Request
 SIZE = 4 << 20  # bytes of a document, before it is compressed
 EMPTY_MEMBER = gzip.compress(b"", mtime=0)
 
-# The extractor of the page /slow: a pattern that needs exponential time for a text of `a`.
+# The pattern of `slow` needs exponential time for a text of `a`.
 SLOW_EXTRACTOR = """
 import re
 
@@ -28,6 +28,10 @@ def slow(page: Page):
 @shop.extract(match="*/deep/*")
 def deep(page: Page):
     yield {"n": len(page.xpath("//div[.//div[.//div]]"))}
+
+@shop.extract(match="*/wide/*")
+def wide(page: Page):
+    yield {"n": len(page.css("body"))}
 """
 
 
@@ -126,14 +130,19 @@ def test_hostile_url_lists_do_not_disturb_other_hosts(tmp_path: Path) -> None:
 
 
 def test_slow_selectors_and_hostile_pages_do_not_disturb_other_hosts(tmp_path: Path) -> None:
+    # The parser merges the attributes of these tags in quadratic time and memory.
+    wide = b"".join(b"<body a%d>" % n for n in range(40_000))
+    bodies = {"slow": b"<p>" + b"a" * 40 + b"!", "deep": b"<div>" * 4000, "wide": wide}
+
     def answer(request: Request) -> Reply:
-        body = b"<p>" + b"a" * 40 + b"!" if "/slow/" in request.path else b"<div>" * 4000
-        return Reply(200, {"content-type": "text/html"}, body)
+        _, kind, _ = request.path.split("/")
+        return Reply(200, {"content-type": "text/html"}, bodies[kind])
 
     def attack(g: Ground) -> Sequence[str]:
         g.project.write("shop.py", SHOP + SLOW_EXTRACTOR)
-        g.hostile.web.route("/slow/*", answer)
-        g.hostile.web.route("/deep/*", answer)
-        return [g.hostile.url(f"/{kind}/{n}") for n in range(3) for kind in ("slow", "deep")]
+        for kind in bodies:
+            g.hostile.web.route(f"/{kind}/*", answer)
+        return [g.hostile.url(f"/{kind}/{n}") for n in range(3) for kind in bodies]
 
-    survives(tmp_path, attack, until=partial(received, 6), extract_seconds="1")
+    limits = {"extract_seconds": "1", "extract_memory": "64MiB"}
+    survives(tmp_path, attack, until=partial(received, 9), **limits)
