@@ -84,6 +84,21 @@ def test_a_burst_of_one_address_leaves_room_for_others_before_any_is_closed() ->
     assert table.is_full("192.0.2.2")
 
 
+def test_a_burst_closes_half_open_connections_and_none_of_its_own() -> None:
+    table = Connections(256, 64)
+    for n in range(64):
+        table.add(n, "192.0.2.1")
+        table.wait(n, NOW - 1)
+    closed = []
+    for n in range(100, 200):
+        if table.is_full("192.0.2.1"):
+            closed += table.surplus_of("192.0.2.1", NOW)
+        assert not table.is_full("192.0.2.1")
+        table.add(n, "192.0.2.1")
+        table.wait(n, NOW + 0.01)
+    assert closed == list(range(64))
+
+
 def test_a_64_of_ipv6_counts_as_one_address_and_a_trusted_proxy_has_no_limit() -> None:
     table = Connections(100, 1, is_exempt=lambda address: address == "10.0.0.1")
     for n in range(2):

@@ -18,9 +18,12 @@ from penstock.rules.senders import address_group
 # Seconds in which a connection without a request is not closed for another one after a response.
 # The client may be sending its next request.
 IDLE_GRACE = 1.0
-# Seconds after a new connection in which the limits may be exceeded. Its request may be there
-# already, and then it is processed.
-ROOM_AFTER = 0.01
+# Seconds in which a new connection is not closed for another one. Its request may be there already,
+# and then it is processed.
+NEW_GRACE = 0.01
+# Seconds after a new connection in which the limits may be exceeded. The graces of it and of all
+# older ones have ended then, also if the clock of the loop counts milliseconds.
+ROOM_AFTER = 2 * NEW_GRACE
 # Seconds, and bytes. The rest of a refused body is received and dropped. If the server closed the
 # connection immediately, a client that is still writing would lose the response.
 LINGER, LINGER_BYTES = 2.0, 8 << 20
@@ -99,9 +102,15 @@ class Connections:
 
     def surplus(self, connection: Any, now: float) -> list[Any]:
         """Remove and return the connections that must be closed for this one, or this one."""
-        group, found = self._groups.get(connection), []
-        if group is None:
-            return []
+        group = self._groups.get(connection)
+        return [] if group is None else self._surplus(group, now)
+
+    def surplus_of(self, address: str, now: float) -> list[Any]:
+        """Remove and return the connections that must be closed for a new one of the address."""
+        return self._surplus(self._group(address), now)
+
+    def _surplus(self, group: str, now: float) -> list[Any]:
+        found = []
         while self._counts[group] > self._limit(group):
             victim = self._oldest(group, now)
             if victim is None:
@@ -190,11 +199,14 @@ class Connection(H11Protocol):
         super().connection_made(_Transport(transport, self))  # type: ignore[arg-type]
         address = self.client[0] if self.client else ""
         if self.table.is_full(address):
-            self._refuse()
-            return
+            for victim in self.table.surplus_of(address, self.loop.time()):
+                victim._refuse()
+            if self.table.is_full(address):
+                self._refuse()
+                return
         self.table.add(self, address)
         self._watch()
-        self._wait()
+        self._wait(NEW_GRACE)
 
     def data_received(self, data: bytes) -> None:
         if self.lingers:
