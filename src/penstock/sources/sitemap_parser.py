@@ -142,6 +142,18 @@ class _Reader:
         # Called at the name of the DTD, before its declarations are parsed.
         self.parser.StartDoctypeDeclHandler = self._doctype
 
+    def close(self) -> None:
+        """Break the cycle of references between the parser and its handlers.
+
+        The cycle would keep all entries of the sitemap until a garbage collection, which is rare.
+        """
+        (
+            self.parser.StartElementHandler,
+            self.parser.EndElementHandler,
+            self.parser.CharacterDataHandler,
+            self.parser.StartDoctypeDeclHandler,
+        ) = None, None, None, None
+
     def _doctype(self, name: str, *_: object) -> None:
         raise UnreadableDocument(
             "is an HTML page"
@@ -306,6 +318,8 @@ def _xml(chunks: Iterable[str], url: str) -> Sitemap:
         reader.parser.Parse(b"", True)
     except expat.ExpatError as e:
         raise _IllFormed(f"is ill-formed XML: {e}") from None
+    finally:
+        reader.close()
     return entries.sitemap("index" if reader.root == "sitemapindex" else "urlset")
 
 
