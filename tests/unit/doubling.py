@@ -1,4 +1,8 @@
-"""Checks that CPU time and memory of a parser grow at most linearly with its input."""
+"""Checks that CPU time and memory of a parser grow at most linearly with its input.
+
+Also checks that the parser leaves no cycles of references. The garbage collector of a worker runs
+rarely, so each document in such a cycle would stay in memory for hours.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,9 @@ MAX_GROWTH = 2.3
 # Seconds and bytes below which a measurement is noise. Growth from less than this is not judged.
 MIN_SECONDS = 0.008
 MIN_BYTES = 64 << 10
+# Bytes that a garbage collection may free after a run. It also frees the memory that Python keeps
+# for new tuples, which has about 100 KB for tuples of one size.
+MAX_GARBAGE = 256 << 10
 # A busy machine delays single measurements, so a failed comparison is measured again.
 TRIES = 3
 
@@ -29,8 +36,11 @@ def grows_linearly(
     make: Callable[[int], T],
     run: Callable[[T], object],
     sizes: tuple[int, ...] = DOUBLINGS,
+    min_seconds: float = MIN_SECONDS,
 ) -> None:
     """Fail if CPU time or peak memory of `run(make(size))` grows faster than `MAX_GROWTH`.
+
+    Also fail if the run leaves cycles of references.
 
     `make` is not measured. An exception of `run` fails the test, so `run` catches the errors that
     the parser declares. The growth over all doublings counts, as the mean growth of one doubling.
@@ -41,9 +51,11 @@ def grows_linearly(
     try:
         for tries_left in reversed(range(TRIES)):
             seconds = [_cpu(make(size), run) for size in sizes]
-            if _growth(seconds, MIN_SECONDS, sizes) <= MAX_GROWTH:
+            if _growth(seconds, min_seconds, sizes) <= MAX_GROWTH:
                 break
             assert tries_left, f"CPU seconds for {sizes} bytes: {seconds}"
+        garbage = _garbage(make(sizes[0]), run)
+        assert garbage <= MAX_GARBAGE, f"cycles of references keep {garbage} bytes in memory"
         sizes = (sizes[0], sizes[-1])  # tracing is slow
         memory = [_memory(make(size), run) for size in sizes]
         assert _growth(memory, MIN_BYTES, sizes) <= MAX_GROWTH, (
@@ -73,6 +85,21 @@ def _memory(given: T, run: Callable[[T], object]) -> float:
         return float(tracemalloc.get_traced_memory()[1])
     finally:
         tracemalloc.stop()
+
+
+def _garbage(given: T, run: Callable[[T], object]) -> int:
+    """Return the bytes after `run` that only the garbage collector frees."""
+    gc.collect()
+    gc.disable()
+    tracemalloc.start()
+    try:
+        run(given)
+        kept, _ = tracemalloc.get_traced_memory()
+        gc.collect()
+        return kept - tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+        gc.enable()
 
 
 def _growth(measured: list[float], noise: float, sizes: tuple[int, ...]) -> float:
