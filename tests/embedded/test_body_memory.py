@@ -27,6 +27,7 @@ async def fill_then_drip(
         w.write(b"x" * 30)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("coding", "size"), [("br", 10_000), ("gzip", 1_000_000), ("identity", 1_000_000)]
 )

@@ -69,6 +69,7 @@ async def mute() -> AsyncIterator[int]:
         await asyncio.sleep(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", [drip_body, burst_then_drip, drip_head, silent])
 async def test_a_slow_answer_ends_as_transient_only_while_other_domains_wait(
     answer: Callable[..., object],
@@ -132,6 +133,7 @@ async def test_a_fast_download_is_not_ended_while_permits_are_scarce() -> None:
         assert len((await c.fetch(f"http://127.0.0.1:{s.port}/")).body) == 200_000
 
 
+@pytest.mark.slow
 async def test_permits_are_measured_also_while_the_event_loop_is_busy() -> None:
     measured: list[float] = []
     async with server(drip_body) as s, client(s.port) as c:

@@ -15,6 +15,8 @@ from tests.unit.doubling import grows_linearly
 
 from penstock.net.decoding import BrokenCoding, DecodedTooLarge, Decoder
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 64 << 20
 
 ENCODE: dict[str, Callable[[bytes], bytes]] = {

@@ -16,6 +16,8 @@ from penstock.sources.markup import UnreadableDocument, gunzip, without_controls
 from penstock.sources.seeds.files import SeedObject
 from penstock.sources.seeds.lines import Lines, SizeLimits, Stream
 
+pytestmark = pytest.mark.slow
+
 EMPTY_MEMBER = gzip.compress(b"", mtime=0)
 ONE_BYTE_MEMBER = gzip.compress(b"a", mtime=0)
 LIMITS = SizeLimits(max_record=1 << 20, max_size=1 << 30, ratio=250.0)
