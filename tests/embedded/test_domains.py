@@ -272,6 +272,7 @@ async def test_a_limit_applies_to_one_host_and_a_new_limit_makes_its_events_due(
             )
 
 
+@pytest.mark.slow
 async def test_robots_is_ignored_for_one_host_until_a_command_obeys_it_again(
     project: Any,
 ) -> None:
@@ -421,6 +422,7 @@ async def test_concurrent_requests_stay_within_the_limit_of_each_host(
         assert other_peak[0] == 2
 
 
+@pytest.mark.slow
 async def test_a_host_that_hangs_does_not_fill_the_prefetch_window(project: Any) -> None:
     async with Web() as web, Web(host="127.0.0.2") as other:
         hung = asyncio.Event()
@@ -440,6 +442,7 @@ async def test_a_host_that_hangs_does_not_fill_the_prefetch_window(project: Any)
             hung.set()
 
 
+@pytest.mark.slow
 async def test_events_that_missed_their_slot_behind_a_hanging_host_get_new_slots(
     project: Any,
 ) -> None:

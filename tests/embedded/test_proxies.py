@@ -576,6 +576,7 @@ class Project:
         )
 
 
+@pytest.mark.slow
 async def test_events_of_an_exhausted_pool_wait_uncharged_until_max_age(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

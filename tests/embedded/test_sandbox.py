@@ -343,6 +343,7 @@ def test_a_batch_larger_than_the_pipe_buffer_is_extracted(shop: Path) -> None:
 # -- crashed children ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "reason"),
     [
